@@ -1,0 +1,190 @@
+"""The narrow waist between a method and the world that it runs in.
+
+A method sees one worker's `Context` and nothing else. The simulated world and the cluster world
+each implement it; no method, collective, mixer or outer optimizer knows which one it has.
+
+Ownership: from `send` until it is delivered a payload belongs to the transfer, and the sender does
+not write to it. What a receiver gets is its own. The simulator checks both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from gossamer.comm.tasks import TaskGroup
+    from gossamer.training.replica import Replica
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """Who takes part in a round. A later epoch replaces an earlier one."""
+
+    epoch: int
+    workers: tuple[int, ...]  # sorted worker indices
+
+    def __contains__(self, worker: int) -> bool:
+        return worker in self.workers
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Tag:
+    """What a message is; sender and receiver must use equal tags.
+
+    Args:
+        kind: what the bytes are for ("mix1", "mix2", "outer", "gradient"); the ledger groups by it.
+        round_index: the round that the message belongs to, 0-based.
+        step: position inside the round where a method communicates more than once (0-based).
+        phase: position inside a collective.
+        part: chunk or slice inside a phase.
+        attempt: 0 for the first try of a collective, counting up on retries.
+        epoch: membership epoch, so that differing views can never mix wrongly.
+    """
+
+    kind: str
+    round_index: int
+    step: int = 0
+    phase: int = 0
+    part: int = 0
+    attempt: int = 0
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round of a method: its index (0-based) and who takes part in it."""
+
+    index: int
+    members: Membership
+
+    def tag(self, kind: str, *, step: int = 0, attempt: int = 0) -> Tag:
+        """The stem of the tags of one collective in this round."""
+        return Tag(kind, self.index, step=step, attempt=attempt, epoch=self.members.epoch)
+
+
+@dataclass(kw_only=True)
+class MethodState:
+    """All that a method must keep to go on after a restart, besides the replica itself.
+
+    Subclasses add tensor fields (fp32, flat, shape [P] unless said otherwise), ints and floats.
+    A donor hands these to a joiner, a checkpoint holds them.
+    """
+
+    rounds_completed: int = field(default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainReport:
+    """What `Context.train` did: inner steps, mean training loss (NaN without numerics), samples."""
+
+    num_steps: int
+    loss: float
+    num_samples: int
+
+
+class Transfer(Protocol):
+    """A message on its way."""
+
+    async def delivered(self) -> None:
+        """Wait until the receiver has the whole payload and has accepted it.
+
+        Raises `LinkFailed`, `PayloadCorrupt` or `PeerLost` where it does not get there.
+        """
+
+    def cancel(self) -> None:
+        """Give the transfer up; the payload is the sender's again at once."""
+
+
+class Context(Protocol):
+    """One worker's view of the world."""
+
+    @property
+    def worker(self) -> int:
+        """My index, 0 .. num_workers - 1; it stays mine when I crash and return."""
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers that the run was planned for (those away included)."""
+
+    @property
+    def num_rounds(self) -> int:
+        """Number of rounds that the run will do."""
+
+    @property
+    def seed(self) -> int:
+        """The run's seed, the same on every worker."""
+
+    @property
+    def deadline(self) -> float:
+        """Seconds after which an awaited message counts as lost (the one user-facing deadline)."""
+
+    @property
+    def replica(self) -> Replica:
+        """This worker's copy of the model: flat parameters [P], buffers, inner optimizer."""
+
+    def now(self) -> float:
+        """Seconds; the only clock there is."""
+
+    def rng(self, name: str) -> torch.Generator:
+        """A fresh stream derived from run seed, worker, round and name, never from call order."""
+
+    def rounds(self, state: MethodState) -> AsyncIterator[Round]:
+        """The rounds still to do. Each boundary is where a run is saved, measured and joined.
+
+        Counts `state.rounds_completed` up after each pass of the loop body.
+        """
+
+    def refresh_members(self, round_: Round) -> Round:
+        """The same round with the newest view of who is alive; for retries after a loss."""
+
+    def send(self, dst: int, tag: Tag, payload: Tensor, *, exact: bool = False) -> Transfer:
+        """Start a transfer; does not wait.
+
+        Args:
+            dst: receiving worker.
+            tag: equal to the receiver's.
+            payload: contiguous tensor of any dtype; not written to until delivered.
+            exact: charge the payload's own bytes even where the recipe's `timing` makes a small
+                model stand for a large one (control messages, predictions, buffers).
+        """
+
+    async def recv(self, src: int, tag: Tag, *, timeout: float | None = None) -> Tensor:
+        """One message. `timeout` in seconds, default `deadline`.
+
+        Raises `LinkFailed`, `PayloadCorrupt`, `PeerLost` or `TimedOut`.
+        """
+
+    async def train(self, num_steps: int) -> TrainReport:
+        """Do inner steps on `replica`. Other tasks of this worker make progress meanwhile.
+
+        Raises `NonFiniteError` where the loss or a parameter stops being finite.
+        """
+
+    async def gradient(self) -> Tensor:
+        """The gradient on the next training batch, flat [P]; valid until the next training call.
+
+        Takes the time of one inner step, as `apply_gradient` is charged nothing.
+        """
+
+    def apply_gradient(self, gradient: Tensor) -> None:
+        """One inner-optimizer step on `replica` with `gradient` [P]; counts as an inner step."""
+
+    async def predict(self) -> Tensor:
+        """Log-probabilities of my model on the run's fixed probe batch, fp32 [positions, classes].
+
+        Charged as a forward pass.
+        """
+
+    def task_group(self) -> TaskGroup:
+        """`async with ctx.task_group() as tasks: handle = tasks.start(coroutine)`; all joined."""
+
+    async def checkpoint(self, state: MethodState) -> None:
+        """Publish `state` as of now: for checkpoints, donors and measurements. `rounds` calls it."""
+
+    def record(self, name: str, value: float) -> None:
+        """A metric of this worker in this round."""

@@ -1,0 +1,34 @@
+"""How a replica is trained: the recipe's `[train]` section."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from gossamer.settings import Settings
+
+
+class Training(Settings):
+    """Inner training. Defaults follow the DiLoCo lineage, at the size of the shipped text task."""
+
+    workers: int = Field(8, ge=1, description="number of workers")
+    rounds: int = Field(60, ge=1, description="number of rounds")
+    batch_size: int = Field(8, ge=1, description="sequences (or samples) in a worker's batch")
+    sequence_length: int = Field(128, ge=2, description="tokens in a sequence")
+    optimizer: Literal["adamw", "sgd"] = Field("adamw", description="inner optimizer")
+    learning_rate: float = Field(4e-3, gt=0, description="peak inner learning rate")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW first-moment decay")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW second-moment decay")
+    epsilon: float = Field(1e-8, gt=0, description="AdamW denominator floor")
+    momentum: float = Field(0.0, ge=0, lt=1, description="heavy-ball momentum of SGD")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled, on matrices only")
+    clip_norm: float = Field(1.0, ge=0, description="gradient norm clipped to this; 0 for never")
+    schedule: Literal["cosine", "constant"] = Field("cosine", description="after the warm-up")
+    warmup_steps: int = Field(0, ge=0, description="inner steps of linear warm-up")
+    schedule_steps: int | None = Field(
+        None, ge=1, description="inner steps until the cosine ends; default: rounds x inner steps"
+    )
+    final_learning_rate: float = Field(
+        0.1, ge=0, le=1, description="end of the cosine, as a fraction of the peak"
+    )
