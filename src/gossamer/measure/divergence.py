@@ -80,7 +80,7 @@ def _chunks(log_probs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     num_tokens, num_classes = log_probs[0].shape
     step = max(1, _CHUNK_ELEMENTS // (num_classes * len(log_probs)))
     for start in range(0, num_tokens, step):
-        piece = [lp[start : start + step].detach().to(torch.float64).exp_() for lp in log_probs]
+        piece = [lp[start : start + step].detach().to(torch.float64).exp() for lp in log_probs]
         yield [p.div_(p.sum(dim=-1, keepdim=True)) for p in piece]
 
 
