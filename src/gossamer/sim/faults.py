@@ -1,0 +1,443 @@
+"""What goes wrong in a simulated run: one plan of faults, fixed by the run's seed.
+
+Faults come by schedule (this worker, at this time) or by rate (so many per worker and hour). The
+latter are Poisson arrivals with exponential durations. Each draw is a pure function of (seed,
+kind, worker, index), so what a plan answers does not depend on what it was asked before.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from gossamer.errors import ConfigError
+from gossamer.settings import Settings
+from gossamer.sim.clock import to_ns
+from gossamer.units import Duration, format_duration
+
+WindowKind = Literal["outage", "hang", "slow"]
+
+_SPAN = 1 << 64
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def uniform_bits(seed: int, *key: object) -> int:
+    """64 uniform random bits: a pure function of the seed and of a key of ints and strings."""
+    packed = repr((seed, *key)).encode()
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
+
+
+def happens(probability: float, seed: int, *key: object) -> bool:
+    """A draw that is true with `probability`; the same for the same seed and key."""
+    return probability > 0.0 and uniform_bits(seed, *key) < int(probability * _SPAN)
+
+
+def _exponential_ns(mean_s: float, seed: int, *key: object) -> int:
+    """An exponential duration of at least one nanosecond."""
+    open_uniform = (uniform_bits(seed, *key) + 0.5) / _SPAN
+    return max(1, to_ns(-math.log(open_uniform) * mean_s))
+
+
+# ---------------------------------------------------------------------------------------- settings
+
+_WORKER = Field(ge=0, description="worker index")
+_START = Field(ge=0, description="when it begins, in virtual time")
+_DURATION = Field(gt=0, description="how long it lasts")
+
+
+class Outage(Settings):
+    """A worker's link carries nothing for a while."""
+
+    worker: int = _WORKER
+    start: Duration = _START
+    duration: Duration = _DURATION
+
+
+class Partition(Settings):
+    """No bytes between groups of workers for a while."""
+
+    groups: tuple[tuple[int, ...], ...] = Field(
+        min_length=1, description="groups of worker indices; workers not named form a last group"
+    )
+    start: Duration = _START
+    duration: Duration = _DURATION
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        named = [worker for group in self.groups for worker in group]
+        for worker in named:
+            if worker < 0:
+                raise ValueError(f"worker indices are 0 or more; got {worker}")
+            if named.count(worker) > 1:
+                raise ValueError(f"worker {worker} is named more than once in groups {self.groups}")
+        return self
+
+
+class SlowPhase(Settings):
+    """A worker computes slowly for a while."""
+
+    worker: int = _WORKER
+    start: Duration = _START
+    duration: Duration = _DURATION
+    factor: float = Field(ge=1, description="how many times longer a step takes")
+
+
+class Hang(Settings):
+    """A worker's process is frozen for a while: it computes nothing and answers nothing."""
+
+    worker: int = _WORKER
+    start: Duration = _START
+    duration: Duration = _DURATION
+
+
+class CrashAt(Settings):
+    """A worker's process dies, and perhaps returns."""
+
+    worker: int = _WORKER
+    start: Duration = Field(gt=0, description="when it dies, in virtual time")
+    return_after: Duration | None = Field(
+        default=None, gt=0, description="how long it stays away; left out: for good"
+    )
+
+
+class Faults(Settings):
+    """The recipe's [faults]: scheduled faults, and rates at which more are drawn."""
+
+    outages: tuple[Outage, ...] = Field(default=(), description="links that are down for a while")
+    partitions: tuple[Partition, ...] = Field(
+        default=(), description="phases in which groups of workers cannot reach each other"
+    )
+    slow: tuple[SlowPhase, ...] = Field(default=(), description="phases of slow compute")
+    hangs: tuple[Hang, ...] = Field(default=(), description="processes that freeze for a while")
+    crashes: tuple[CrashAt, ...] = Field(
+        default=(), description="processes that die, and perhaps return"
+    )
+    outage_rate: float = Field(default=0.0, ge=0, description="outages per worker and hour")
+    hang_rate: float = Field(default=0.0, ge=0, description="hangs per worker and hour")
+    slow_rate: float = Field(default=0.0, ge=0, description="slow phases per worker and hour")
+    crash_rate: float = Field(default=0.0, ge=0, description="crashes per worker and hour")
+    mean_outage: Duration = Field(default=30.0, gt=0, description="mean length of a drawn outage")
+    mean_hang: Duration = Field(default=30.0, gt=0, description="mean length of a drawn hang")
+    mean_slow: Duration = Field(default=60.0, gt=0, description="mean length of a drawn slow phase")
+    slow_factor: float = Field(
+        default=2.0, ge=1, description="how many times longer a step takes in a drawn slow phase"
+    )
+    mean_downtime: Duration = Field(
+        default=600.0, gt=0, description="mean time that a worker stays away after a drawn crash"
+    )
+    rejoin_moments: Literal["donor", "reset", "keep"] = Field(
+        default="donor",
+        description="a returning worker's inner optimizer moments: taken from its donor, reset to "
+        "zero, or kept from its own last checkpoint",
+    )
+
+
+# -------------------------------------------------------------------------------------------- plan
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Window:
+    """A fault lasts over [start_ns, end_ns). `factor` is how much slower a slow phase is."""
+
+    start_ns: int
+    end_ns: int
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Crash:
+    """A worker dies at `at_ns` and returns at `return_ns` (None: never)."""
+
+    at_ns: int
+    return_ns: int | None
+
+
+class _Timeline:
+    """Raw windows of one kind and worker, by start; drawn ones are added as time is asked for."""
+
+    def __init__(
+        self, scheduled: Iterable[Window], rate: float, mean_s: float, factor: float,
+        key: tuple[int, str, int],
+    ) -> None:  # fmt: skip
+        self._rate, self._mean_s, self._factor, self._key = rate, mean_s, factor, key
+        self._scheduled = sorted(scheduled)
+        self._num_drawn = 0
+        self._next_draw_ns: int | None = self._gap_ns() if rate > 0 else None
+        self._windows: list[Window] = list(self._scheduled)
+        self._starts: list[int] = []
+        self._ends_max: list[int] = []  # latest end among the windows so far
+        self._index()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._scheduled and self._rate == 0
+
+    def overlapping(self, start_ns: int, end_ns: int) -> Sequence[Window]:
+        """Windows that share some time with [start_ns, end_ns), and perhaps a few others."""
+        self._extend(end_ns)
+        first = bisect.bisect_right(self._ends_max, start_ns)
+        return self._windows[first : bisect.bisect_left(self._starts, end_ns)]
+
+    def next_start(self, after_ns: int) -> Window | None:
+        """The first window that starts after `after_ns`."""
+        self._extend(after_ns + 1)
+        index = bisect.bisect_right(self._starts, after_ns)
+        while index >= len(self._starts) and self._next_draw_ns is not None:
+            self._extend(self._next_draw_ns + 1)
+        return self._windows[index] if index < len(self._windows) else None
+
+    def next_boundary(self, after_ns: int) -> int | None:
+        """The first start or end of a window after `after_ns`."""
+        ends = [w.end_ns for w in self.overlapping(after_ns, after_ns + 1) if w.end_ns > after_ns]
+        following = self.next_start(after_ns)
+        if following is not None:
+            ends.append(following.start_ns)
+        return min(ends, default=None)
+
+    def _gap_ns(self) -> int:
+        seed, kind, worker = self._key
+        return _exponential_ns(3600.0 / self._rate, seed, kind, worker, self._num_drawn, "gap")
+
+    def _extend(self, until_ns: int) -> None:
+        """Draw all windows that start before `until_ns`."""
+        if self._next_draw_ns is None or self._next_draw_ns >= until_ns:
+            return
+        seed, kind, worker = self._key
+        while self._next_draw_ns < until_ns:
+            length = _exponential_ns(self._mean_s, seed, kind, worker, self._num_drawn, "length")
+            start = self._next_draw_ns
+            self._windows.append(Window(start, start + length, self._factor))
+            self._num_drawn += 1
+            self._next_draw_ns = start + self._gap_ns()
+        self._index()
+
+    def _index(self) -> None:
+        self._windows.sort()
+        self._starts = [window.start_ns for window in self._windows]
+        self._ends_max = []
+        latest = 0
+        for window in self._windows:
+            latest = max(latest, window.end_ns)
+            self._ends_max.append(latest)
+
+
+class FaultPlan:
+    """All faults of a run, as a pure function of (`faults`, `num_workers`, `seed`).
+
+    Raises `ConfigError` where a fault names a worker that the run does not have.
+    """
+
+    def __init__(self, faults: Faults, num_workers: int, seed: int) -> None:
+        _check_workers(faults, num_workers)
+        self.faults, self.num_workers, self.seed = faults, num_workers, seed
+        self._outages = self._timelines(
+            "outage", faults.outages, faults.outage_rate, faults.mean_outage
+        )
+        self._hangs = self._timelines("hang", faults.hangs, faults.hang_rate, faults.mean_hang)
+        self._slow = self._timelines(
+            "slow", faults.slow, faults.slow_rate, faults.mean_slow, faults.slow_factor
+        )
+        self._crashes = self._crash_timelines()
+        self._partitions = [_as_partition(p, num_workers) for p in faults.partitions]
+        self._change_cache: tuple[int, int | None] | None = None
+        self.has_link_faults = bool(self._partitions) or not all(t.is_empty for t in self._outages)
+        """Whether a link can ever be down."""
+
+    def _timelines(
+        self,
+        kind: str,
+        scheduled: Sequence[Outage | Hang | SlowPhase],
+        rate: float,
+        mean_s: float,
+        slow_factor: float = 1.0,
+    ) -> list[_Timeline]:
+        return [
+            _Timeline(
+                [_as_window(fault) for fault in scheduled if fault.worker == worker],
+                rate, mean_s, slow_factor, (self.seed, kind, worker),
+            )
+            for worker in range(self.num_workers)
+        ]  # fmt: skip
+
+    def _crash_timelines(self) -> list[_Timeline]:
+        return [
+            _Timeline([], self.faults.crash_rate, self.faults.mean_downtime, 1.0,
+                      (self.seed, "crash", worker))
+            for worker in range(self.num_workers)
+        ]  # fmt: skip
+
+    def windows(self, kind: WindowKind, worker: int, start_ns: int, end_ns: int) -> list[Window]:
+        """What of `kind` befalls `worker` within [start_ns, end_ns), clipped to it.
+
+        Disjoint and in order; where slow phases overlap the slowest counts.
+        """
+        timeline = {"outage": self._outages, "hang": self._hangs, "slow": self._slow}[kind][worker]
+        return _disjoint(timeline.overlapping(start_ns, end_ns), start_ns, end_ns)
+
+    def next_crash(self, worker: int, after_ns: int) -> Crash | None:
+        """The first crash of `worker` later than `after_ns` (whether or not it is away then)."""
+        found = []
+        drawn = self._crashes[worker].next_start(after_ns)
+        if drawn is not None:
+            found.append(Crash(drawn.start_ns, drawn.end_ns))
+        for fault in self.faults.crashes:
+            at_ns = to_ns(fault.start)
+            if fault.worker == worker and at_ns > after_ns:
+                away = fault.return_after
+                found.append(Crash(at_ns, None if away is None else at_ns + max(1, to_ns(away))))
+        # Of two at the same instant the longer absence counts.
+        return min(found, default=None, key=lambda crash: (crash.at_ns, -_forever(crash.return_ns)))
+
+    def frozen_until(self, worker: int, at_ns: int) -> int:
+        """When the hang that covers `at_ns` is over; `at_ns` itself where there is none."""
+        while True:
+            covering = self._hangs[worker].overlapping(at_ns, at_ns + 1)
+            end_ns = max((w.end_ns for w in covering), default=at_ns)
+            if end_ns <= at_ns:
+                return at_ns
+            at_ns = end_ns
+
+    def slow_factor(self, worker: int, at_ns: int) -> float:
+        """How many times longer work takes on `worker` at `at_ns` (1.0: full speed)."""
+        covering = self._slow[worker].overlapping(at_ns, at_ns + 1)
+        return max((w.factor for w in covering if w.end_ns > at_ns), default=1.0)
+
+    def next_compute_change(self, worker: int, after_ns: int) -> int | None:
+        """When a hang or a slow phase of `worker` next begins or ends."""
+        changes = (t[worker].next_boundary(after_ns) for t in (self._hangs, self._slow))
+        return min((change for change in changes if change is not None), default=None)
+
+    def link_up(self, src: int, dst: int, at_ns: int) -> bool:
+        """Whether bytes can move from `src` to `dst` at `at_ns`."""
+        if not self.has_link_faults:
+            return True
+        for worker in (src, dst):
+            covering = self._outages[worker].overlapping(at_ns, at_ns + 1)
+            if any(window.end_ns > at_ns for window in covering):
+                return False
+        return not any(
+            window.start_ns <= at_ns < window.end_ns and group_of[src] != group_of[dst]
+            for window, group_of in self._partitions
+        )
+
+    def next_link_change(self, after_ns: int) -> int | None:
+        """When an outage or a partition next begins or ends; None: never again."""
+        if not self.has_link_faults:
+            return None
+        if self._change_cache is not None:
+            cached_from, cached = self._change_cache
+            if cached_from <= after_ns and (cached is None or after_ns < cached):
+                return cached
+        changes = [timeline.next_boundary(after_ns) for timeline in self._outages]
+        for window, _ in self._partitions:
+            changes += [ns for ns in (window.start_ns, window.end_ns) if ns > after_ns]
+        change = min((ns for ns in changes if ns is not None), default=None)
+        self._change_cache = (after_ns, change)
+        return change
+
+    def describe(self) -> list[str]:
+        """One line per scheduled fault, in order of time, and one per rate; for failure reports."""
+        faults = self.faults
+        timed = [(o.start, f"worker {o.worker}: link down for {_time(o.duration)}")
+                 for o in faults.outages]  # fmt: skip
+        timed += [(p.start, f"partition {_groups(p)} for {_time(p.duration)}")
+                  for p in faults.partitions]  # fmt: skip
+        timed += [(s.start, f"worker {s.worker}: {s.factor:g} times slower for {_time(s.duration)}")
+                  for s in faults.slow]  # fmt: skip
+        timed += [(h.start, f"worker {h.worker}: hangs for {_time(h.duration)}")
+                  for h in faults.hangs]  # fmt: skip
+        for c in faults.crashes:
+            back = (
+                "for good" if c.return_after is None else f"returns after {_time(c.return_after)}"
+            )
+            timed.append((c.start, f"worker {c.worker}: crashes, {back}"))
+        lines = [f"at {_time(start)}: {what}" for start, what in sorted(timed)]
+        rates = (
+            ("outages", faults.outage_rate, faults.mean_outage, ""),
+            ("hangs", faults.hang_rate, faults.mean_hang, ""),
+            ("slow phases", faults.slow_rate, faults.mean_slow, f", {faults.slow_factor:g} times slower"),
+            ("crashes", faults.crash_rate, faults.mean_downtime, ""),
+        )  # fmt: skip
+        lines += [
+            f"{what}: {rate:g} per worker and hour, mean {_time(mean)}{more} (seed {self.seed})"
+            for what, rate, mean, more in rates
+            if rate > 0
+        ]
+        return lines
+
+
+def _as_window(fault: Outage | Hang | SlowPhase) -> Window:
+    start_ns = to_ns(fault.start)
+    factor = fault.factor if isinstance(fault, SlowPhase) else 1.0
+    return Window(start_ns, start_ns + max(1, to_ns(fault.duration)), factor)
+
+
+def _as_partition(fault: Partition, num_workers: int) -> tuple[Window, list[int]]:
+    """Its window, and each worker's group; workers not named are group -1."""
+    group_of = [-1] * num_workers
+    for index, group in enumerate(fault.groups):
+        for worker in group:
+            group_of[worker] = index
+    start_ns = to_ns(fault.start)
+    return Window(start_ns, start_ns + max(1, to_ns(fault.duration))), group_of
+
+
+def _disjoint(windows: Sequence[Window], start_ns: int, end_ns: int) -> list[Window]:
+    """Clip to [start_ns, end_ns) and resolve overlaps; neighbours of equal factor are joined."""
+    clipped = [
+        Window(max(w.start_ns, start_ns), min(w.end_ns, end_ns), w.factor)
+        for w in windows
+        if w.end_ns > start_ns and w.start_ns < end_ns
+    ]
+    cuts = sorted({ns for w in clipped for ns in (w.start_ns, w.end_ns)})
+    pieces: list[Window] = []
+    for left, right in zip(cuts, cuts[1:], strict=False):
+        factors = [w.factor for w in clipped if w.start_ns <= left < w.end_ns]
+        if not factors:
+            continue
+        factor = max(factors)
+        if pieces and pieces[-1].end_ns == left and pieces[-1].factor == factor:
+            pieces[-1] = Window(pieces[-1].start_ns, right, factor)
+        else:
+            pieces.append(Window(left, right, factor))
+    return pieces
+
+
+def _check_workers(faults: Faults, num_workers: int) -> None:
+    named = [("outages", fault.worker) for fault in faults.outages]
+    named += [("slow", fault.worker) for fault in faults.slow]
+    named += [("hangs", fault.worker) for fault in faults.hangs]
+    named += [("crashes", fault.worker) for fault in faults.crashes]
+    named += [("partitions", w) for p in faults.partitions for group in p.groups for w in group]
+    for section, worker in named:
+        if worker >= num_workers:
+            raise ConfigError(
+                f"faults.{section}: worker {worker} is not in this run, which has "
+                f"{num_workers} workers (0 to {num_workers - 1})"
+            )
+
+
+def _forever(ns: int | None) -> float:
+    return math.inf if ns is None else ns
+
+
+def _time(seconds: float) -> str:
+    return format_duration(seconds)
+
+
+def _groups(partition: Partition) -> str:
+    named = [",".join(str(worker) for worker in group) for group in partition.groups]
+    return " | ".join([*named, "others"])
+
+
+__all__ = [
+    "Crash", "CrashAt", "FaultPlan", "Faults", "Hang", "Outage", "Partition",
+    "SlowPhase", "Window", "WindowKind", "happens", "uniform_bits",
+]  # fmt: skip
