@@ -10,7 +10,9 @@ from __future__ import annotations
 import bisect
 import functools
 import hashlib
+import itertools
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
@@ -160,72 +162,86 @@ class Crash:
 
 
 class _Timeline:
-    """Raw windows of one kind and worker, by start; drawn ones are added as time is asked for."""
+    """Windows of one kind and worker in the order of their start, laid out as far as asked for.
+
+    Overlaps are kept: this is the raw list.
+    """
 
     def __init__(
-        self, scheduled: Iterable[Window], rate: float, mean_s: float, factor: float,
+        self,
+        scheduled: Iterable[Window],
+        *,
+        rate: float,
+        mean_s: float,
+        factor: float,
         key: tuple[int, str, int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._rate, self._mean_s, self._factor, self._key = rate, mean_s, factor, key
-        self._scheduled = sorted(scheduled)
+        self._scheduled = deque(sorted(scheduled))  # those not laid out yet
         self._num_drawn = 0
-        self._next_draw_ns: int | None = self._gap_ns() if rate > 0 else None
-        self._windows: list[Window] = list(self._scheduled)
+        self._drawn: Window | None = None  # the next one
+        if rate > 0:
+            self._draw(0)
+        self.is_empty = not self._scheduled and self._drawn is None
+        self._windows: list[Window] = []
         self._starts: list[int] = []
         self._ends_max: list[int] = []  # latest end among the windows so far
-        self._index()
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._scheduled and self._rate == 0
-
-    def overlapping(self, start_ns: int, end_ns: int) -> Sequence[Window]:
-        """Windows that share some time with [start_ns, end_ns), and perhaps a few others."""
+    def overlapping(self, start_ns: int, end_ns: int) -> list[Window]:
+        """Windows that share some time with [start_ns, end_ns)."""
+        if self.is_empty:
+            return []
         self._extend(end_ns)
         first = bisect.bisect_right(self._ends_max, start_ns)
-        return self._windows[first : bisect.bisect_left(self._starts, end_ns)]
+        candidates = self._windows[first : bisect.bisect_left(self._starts, end_ns)]
+        return [window for window in candidates if window.end_ns > start_ns]
 
     def next_start(self, after_ns: int) -> Window | None:
         """The first window that starts after `after_ns`."""
         self._extend(after_ns + 1)
         index = bisect.bisect_right(self._starts, after_ns)
-        while index >= len(self._starts) and self._next_draw_ns is not None:
-            self._extend(self._next_draw_ns + 1)
-        return self._windows[index] if index < len(self._windows) else None
+        if index == len(self._starts):
+            upcoming = self._upcoming()
+            if upcoming is None:
+                return None
+            self._extend(upcoming.start_ns + 1)
+        return self._windows[index]
 
     def next_boundary(self, after_ns: int) -> int | None:
         """The first start or end of a window after `after_ns`."""
-        ends = [w.end_ns for w in self.overlapping(after_ns, after_ns + 1) if w.end_ns > after_ns]
+        if self.is_empty:
+            return None
+        boundaries = [window.end_ns for window in self.overlapping(after_ns, after_ns + 1)]
         following = self.next_start(after_ns)
         if following is not None:
-            ends.append(following.start_ns)
-        return min(ends, default=None)
+            boundaries.append(following.start_ns)
+        return min(boundaries, default=None)
 
-    def _gap_ns(self) -> int:
-        seed, kind, worker = self._key
-        return _exponential_ns(3600.0 / self._rate, seed, kind, worker, self._num_drawn, "gap")
+    def _upcoming(self) -> Window | None:
+        """The next window that is not laid out yet."""
+        if not self._scheduled:
+            return self._drawn
+        first = self._scheduled[0]
+        return first if self._drawn is None else min(first, self._drawn)
 
     def _extend(self, until_ns: int) -> None:
-        """Draw all windows that start before `until_ns`."""
-        if self._next_draw_ns is None or self._next_draw_ns >= until_ns:
-            return
-        seed, kind, worker = self._key
-        while self._next_draw_ns < until_ns:
-            length = _exponential_ns(self._mean_s, seed, kind, worker, self._num_drawn, "length")
-            start = self._next_draw_ns
-            self._windows.append(Window(start, start + length, self._factor))
-            self._num_drawn += 1
-            self._next_draw_ns = start + self._gap_ns()
-        self._index()
+        """Lay out all windows that start before `until_ns`."""
+        while (window := self._upcoming()) is not None and window.start_ns < until_ns:
+            self._windows.append(window)
+            self._starts.append(window.start_ns)
+            self._ends_max.append(max(window.end_ns, *self._ends_max[-1:]))
+            if window is self._drawn:
+                self._draw(window.start_ns)
+            else:
+                self._scheduled.popleft()
 
-    def _index(self) -> None:
-        self._windows.sort()
-        self._starts = [window.start_ns for window in self._windows]
-        self._ends_max = []
-        latest = 0
-        for window in self._windows:
-            latest = max(latest, window.end_ns)
-            self._ends_max.append(latest)
+    def _draw(self, after_ns: int) -> None:
+        """Poisson arrivals: an exponential gap from the last start; then an exponential length."""
+        index = self._num_drawn
+        start_ns = after_ns + _exponential_ns(3600.0 / self._rate, *self._key, index, "gap")
+        length_ns = _exponential_ns(self._mean_s, *self._key, index, "length")
+        self._drawn = Window(start_ns, start_ns + length_ns, self._factor)
+        self._num_drawn += 1
 
 
 class FaultPlan:
@@ -244,7 +260,7 @@ class FaultPlan:
         self._slow = self._timelines(
             "slow", faults.slow, faults.slow_rate, faults.mean_slow, faults.slow_factor
         )
-        self._crashes = self._crash_timelines()
+        self._crashes = self._timelines("crash", (), faults.crash_rate, faults.mean_downtime)
         self._partitions = [_as_partition(p, num_workers) for p in faults.partitions]
         self._change_cache: tuple[int, int | None] | None = None
         self.has_link_faults = bool(self._partitions) or not all(t.is_empty for t in self._outages)
@@ -261,17 +277,13 @@ class FaultPlan:
         return [
             _Timeline(
                 [_as_window(fault) for fault in scheduled if fault.worker == worker],
-                rate, mean_s, slow_factor, (self.seed, kind, worker),
+                rate=rate,
+                mean_s=mean_s,
+                factor=slow_factor,
+                key=(self.seed, kind, worker),
             )
             for worker in range(self.num_workers)
-        ]  # fmt: skip
-
-    def _crash_timelines(self) -> list[_Timeline]:
-        return [
-            _Timeline([], self.faults.crash_rate, self.faults.mean_downtime, 1.0,
-                      (self.seed, "crash", worker))
-            for worker in range(self.num_workers)
-        ]  # fmt: skip
+        ]
 
     def windows(self, kind: WindowKind, worker: int, start_ns: int, end_ns: int) -> list[Window]:
         """What of `kind` befalls `worker` within [start_ns, end_ns), clipped to it.
@@ -297,17 +309,15 @@ class FaultPlan:
 
     def frozen_until(self, worker: int, at_ns: int) -> int:
         """When the hang that covers `at_ns` is over; `at_ns` itself where there is none."""
-        while True:
-            covering = self._hangs[worker].overlapping(at_ns, at_ns + 1)
-            end_ns = max((w.end_ns for w in covering), default=at_ns)
-            if end_ns <= at_ns:
-                return at_ns
-            at_ns = end_ns
+        hangs = self._hangs[worker]
+        while covering := hangs.overlapping(at_ns, at_ns + 1):  # hangs may follow on one another
+            at_ns = max(window.end_ns for window in covering)
+        return at_ns
 
     def slow_factor(self, worker: int, at_ns: int) -> float:
         """How many times longer work takes on `worker` at `at_ns` (1.0: full speed)."""
         covering = self._slow[worker].overlapping(at_ns, at_ns + 1)
-        return max((w.factor for w in covering if w.end_ns > at_ns), default=1.0)
+        return max((window.factor for window in covering), default=1.0)
 
     def next_compute_change(self, worker: int, after_ns: int) -> int | None:
         """When a hang or a slow phase of `worker` next begins or ends."""
@@ -318,10 +328,8 @@ class FaultPlan:
         """Whether bytes can move from `src` to `dst` at `at_ns`."""
         if not self.has_link_faults:
             return True
-        for worker in (src, dst):
-            covering = self._outages[worker].overlapping(at_ns, at_ns + 1)
-            if any(window.end_ns > at_ns for window in covering):
-                return False
+        if any(self._outages[worker].overlapping(at_ns, at_ns + 1) for worker in (src, dst)):
+            return False
         return not any(
             window.start_ns <= at_ns < window.end_ns and group_of[src] != group_of[dst]
             for window, group_of in self._partitions
@@ -359,12 +367,13 @@ class FaultPlan:
             )
             timed.append((c.start, f"worker {c.worker}: crashes, {back}"))
         lines = [f"at {_time(start)}: {what}" for start, what in sorted(timed)]
+        slower = f", {faults.slow_factor:g} times slower"
         rates = (
             ("outages", faults.outage_rate, faults.mean_outage, ""),
             ("hangs", faults.hang_rate, faults.mean_hang, ""),
-            ("slow phases", faults.slow_rate, faults.mean_slow, f", {faults.slow_factor:g} times slower"),
+            ("slow phases", faults.slow_rate, faults.mean_slow, slower),
             ("crashes", faults.crash_rate, faults.mean_downtime, ""),
-        )  # fmt: skip
+        )
         lines += [
             f"{what}: {rate:g} per worker and hour, mean {_time(mean)}{more} (seed {self.seed})"
             for what, rate, mean, more in rates
@@ -391,14 +400,10 @@ def _as_partition(fault: Partition, num_workers: int) -> tuple[Window, list[int]
 
 def _disjoint(windows: Sequence[Window], start_ns: int, end_ns: int) -> list[Window]:
     """Clip to [start_ns, end_ns) and resolve overlaps; neighbours of equal factor are joined."""
-    clipped = [
-        Window(max(w.start_ns, start_ns), min(w.end_ns, end_ns), w.factor)
-        for w in windows
-        if w.end_ns > start_ns and w.start_ns < end_ns
-    ]
+    clipped = [Window(max(w.start_ns, start_ns), min(w.end_ns, end_ns), w.factor) for w in windows]
     cuts = sorted({ns for w in clipped for ns in (w.start_ns, w.end_ns)})
     pieces: list[Window] = []
-    for left, right in zip(cuts, cuts[1:], strict=False):
+    for left, right in itertools.pairwise(cuts):
         factors = [w.factor for w in clipped if w.start_ns <= left < w.end_ns]
         if not factors:
             continue
@@ -435,9 +440,3 @@ def _time(seconds: float) -> str:
 def _groups(partition: Partition) -> str:
     named = [",".join(str(worker) for worker in group) for group in partition.groups]
     return " | ".join([*named, "others"])
-
-
-__all__ = [
-    "Crash", "CrashAt", "FaultPlan", "Faults", "Hang", "Outage", "Partition",
-    "SlowPhase", "Window", "WindowKind", "happens", "uniform_bits",
-]  # fmt: skip
