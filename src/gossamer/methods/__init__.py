@@ -1,0 +1,56 @@
+"""The methods, by the names that recipes use, and the papers' named variants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gossamer.errors import ConfigError, nearest
+from gossamer.methods.base import Method
+from gossamer.methods.data_parallel import DataParallel
+from gossamer.methods.diloco import DiLoCo
+from gossamer.methods.factored_gossip import FactoredGossip
+from gossamer.methods.local_sgd import LocalSGD
+
+METHODS: dict[str, type[Method]] = {
+    method.name: method for method in (DataParallel, LocalSGD, DiLoCo, FactoredGossip)
+}
+
+# The subset of the paper: embedding, head and the first two layers, 43 % of its 1.5B model.
+PAPER_SUBSET = ["embedding", "head", "layers.0", "layers.1"]
+
+PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "GlobalM1": ("factored_gossip", {"mix1": "global", "mix2": "none"}),
+    "GlobalM1S": ("factored_gossip", {"mix1": "global", "mix2": "none", "mix_momentum": True}),
+    "GlobalM1LocalM2": ("factored_gossip", {"mix1": "global", "mix2": "pair"}),
+    "GlobalM1LocalM2-subset": (
+        "factored_gossip",
+        {"mix1": "global", "mix2": "pair", "mix2_subset": PAPER_SUBSET},
+    ),
+    "LocalM1M2": ("factored_gossip", {"mix1": "pair", "mix2": "pair"}),
+}
+
+
+def build_method(name: str, values: dict[str, Any]) -> Method:
+    """The method or preset called `name` with hyperparameters `values`.
+
+    Raises `ConfigError` naming the nearest known name, or the faulty hyperparameter.
+    """
+    if name in PRESETS:
+        method_name, preset = PRESETS[name]
+        return METHODS[method_name](**{**preset, **values})
+    if name not in METHODS:
+        raise ConfigError(f"unknown method {name!r}; {nearest(name, [*METHODS, *PRESETS])}")
+    return METHODS[name](**values)
+
+
+__all__ = [
+    "METHODS",
+    "PAPER_SUBSET",
+    "PRESETS",
+    "DataParallel",
+    "DiLoCo",
+    "FactoredGossip",
+    "LocalSGD",
+    "Method",
+    "build_method",
+]

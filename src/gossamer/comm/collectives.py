@@ -1,0 +1,314 @@
+"""Collectives over `send` and `recv`, with one fixed order of reduction.
+
+Two averages over a group, which give the same bits when nothing fails:
+
+- `all_reduce_mean` is a ring, all or nothing: a broken link is noticed when the attempt ends, by a
+  vote, and then nobody uses the result. That is what an all-reduce library gives.
+- `average_survivors` exchanges directly and leaves out those whose links failed, who keep their own
+  values: the matrix stays symmetric and doubly stochastic, and the mean is conserved.
+
+Both send 2 (M-1)/M of the values per worker. Chunk c is reduced in the order of the ring,
+c+1, c+2, ..., c (positions in the sorted member list), whoever does it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gossamer.comm.context import Context, Round, Tag, Transfer
+from gossamer.errors import CollectiveFailed, CommError, LinkFailed, NonFiniteError, OutOfSync
+
+ATTEMPTS_MAX = 1000  # of one all-reduce; far beyond any link that is worth using
+RESENDS_MAX = 20  # of one averaged chunk
+
+
+def check_finite(ctx: Context, values: Tensor, what: str) -> None:
+    """Raise `NonFiniteError` where `values`, this worker's own, hold NaN or infinity."""
+    if not is_finite(values):
+        replica = ctx.replica
+        raise NonFiniteError(
+            what,
+            worker=ctx.worker,
+            step=replica.steps_completed,
+            learning_rate=replica.learning_rate,
+        )
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether all values are finite; on tensors without storage, yes."""
+    if values.is_meta or values.numel() == 0 or not values.is_floating_point():
+        return True
+    # The sum is finite unless a value is not, or the sum overflows: only then look at each.
+    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
+
+
+async def all_reduce_until_complete(
+    ctx: Context, round_: Round, kind: str, values: Tensor, *, step: int = 0
+) -> Round:
+    """Average `values` over the members in place, repeating the whole all-reduce until it holds.
+
+    Args:
+        round_: the round; its members take part.
+        kind: what the bytes are for, in the ledger.
+        values: contiguous, same shape on all members; overwritten with the mean.
+        step: position in the round, where a round has several.
+
+    Returns:
+        The round with the members of the attempt that succeeded (workers that are gone left out).
+
+    Raises:
+        NonFiniteError: this worker's own values are not finite; nothing was sent.
+        OutOfSync: this worker is no longer a member.
+        CollectiveFailed: `ATTEMPTS_MAX` attempts failed.
+    """
+    check_finite(ctx, values, f"{kind} vector")
+    for attempt in range(ATTEMPTS_MAX):
+        if ctx.worker not in round_.members:
+            raise OutOfSync(f"worker {ctx.worker} is no longer a member in round {round_.index}")
+        try:
+            tag = round_.tag(kind, step=step, attempt=attempt)
+            await all_reduce_mean(ctx, tag, round_.members.workers, values)
+        except CollectiveFailed:
+            ctx.record("retries", 1.0)
+            round_ = ctx.refresh_members(round_)
+        else:
+            return round_
+    raise CollectiveFailed(f"{kind} all-reduce of round {round_.index}: {ATTEMPTS_MAX} attempts")
+
+
+async def all_reduce_mean(
+    ctx: Context, tag: Tag, workers: Sequence[int], values: Tensor
+) -> None:
+    """Ring all-reduce: `values` becomes the mean over `workers`, or `CollectiveFailed`.
+
+    In place; after a failure `values` is unchanged. The ring runs to its end even where a link has
+    failed, as the workers further on cannot know, and a vote then tells everybody.
+    """
+    size = len(workers)
+    if size == 1:
+        return
+    rank = workers.index(ctx.worker)
+    right, left = workers[(rank + 1) % size], workers[(rank - 1) % size]
+    chunks = list(values.tensor_split(size))
+    intact = True
+    transfers: list[Transfer] = []
+    for step in range(2 * (size - 1)):
+        reducing = step < size - 1
+        sent = (rank - 1 - step) % size
+        received = (rank - 2 - step) % size
+        transfers.append(ctx.send(right, replace(tag, phase=0, part=step), chunks[sent]))
+        try:
+            chunk = await ctx.recv(left, replace(tag, phase=0, part=step))
+        except CommError:
+            intact = False
+            continue
+        if reducing:
+            chunk.add_(chunks[received])
+            if received == rank:
+                chunk.div_(size)
+        chunks[received] = chunk
+    if not await _vote(ctx, replace(tag, phase=1), workers, intact):
+        for transfer in transfers:
+            transfer.cancel()
+        raise CollectiveFailed(f"{tag.kind} all-reduce, attempt {tag.attempt}")
+    torch.cat(chunks, out=values)
+
+
+async def _vote(ctx: Context, tag: Tag, workers: Sequence[int], yes: bool) -> bool:
+    """Whether all of `workers` say yes and are heard saying it."""
+    ballot = torch.tensor([yes], dtype=torch.uint8)
+    peers = [w for w in workers if w != ctx.worker]
+    for peer in peers:
+        ctx.send(peer, tag, ballot, exact=True)
+    for peer in peers:
+        try:
+            yes = bool((await ctx.recv(peer, tag)).item()) and yes
+        except CommError:
+            yes = False
+    return yes
+
+
+async def average_pair(
+    ctx: Context, round_: Round, kind: str, values: Tensor, partner: int | None
+) -> bool:
+    """Average `values` with `partner`'s in place; on any failure both keep their own.
+
+    One full-duplex exchange. Commits only where the peer's payload has arrived here and ours was
+    accepted there. Returns whether the values were mixed; True where there is no partner.
+    """
+    if partner is None:
+        return True
+    check_finite(ctx, values, f"{kind} vector")
+    tag = round_.tag(kind)
+    transfer = ctx.send(partner, tag, values)
+    try:
+        theirs = await ctx.recv(partner, tag)
+        await transfer.delivered()
+    except CommError:
+        transfer.cancel()
+        ctx.record("failed_exchanges", 1.0)
+        return False
+    torch.add(values, theirs, out=values).div_(2)
+    return True
+
+
+async def average_survivors(
+    ctx: Context,
+    round_: Round,
+    kind: str,
+    values: Tensor,
+    *,
+    group: Sequence[int] | None = None,
+    exact: bool = False,
+) -> tuple[int, ...]:
+    """Average `values` in place over those of `group` whose links hold; the others keep their own.
+
+    Args:
+        values: flat, contiguous; same length on all workers of the group.
+        group: sorted workers, by default the round's members.
+        exact: charge the payload's own bytes (see `Context.send`).
+
+    Returns:
+        The survivors as this worker knows them; (worker,) alone where its own links failed.
+    """
+    check_finite(ctx, values, f"{kind} vector")
+    workers = tuple(group if group is not None else round_.members.workers)
+    return await _average_level(ctx, round_.tag(kind), workers, values, exact)
+
+
+async def _average_level(
+    ctx: Context, tag: Tag, workers: tuple[int, ...], values: Tensor, exact: bool
+) -> tuple[int, ...]:
+    """One pass over `workers`; chunks whose owner fell out are averaged again by the rest.
+
+    The second pass costs no more than what the first saved by leaving a worker out.
+    """
+    if len(workers) == 1 or ctx.worker not in workers:
+        return (ctx.worker,)
+    chunks = list(values.tensor_split(len(workers)))
+    contributions, transfers = await _exchange_contributions(ctx, tag, workers, chunks, exact)
+    report_tag = replace(tag, phase=tag.phase + 1)
+    survivors = await _agree_on_survivors(ctx, report_tag, workers, contributions)
+    for peer, transfer in transfers.items():
+        if peer not in survivors:
+            transfer.cancel()  # `values` is about to be written to
+    if ctx.worker not in survivors or len(survivors) == 1:
+        ctx.record("left_out", 1.0)
+        return (ctx.worker,)
+    part = _group_digest(survivors)
+    results_tag = replace(tag, phase=tag.phase + 2, part=part)
+    await _share_results(ctx, results_tag, workers, survivors, chunks, contributions, exact)
+    orphans = [chunks[rank] for rank, worker in enumerate(workers) if worker not in survivors]
+    if orphans:
+        pending = torch.cat(orphans)
+        next_tag = replace(tag, phase=tag.phase + 3, part=part)
+        await _average_level(ctx, next_tag, survivors, pending, exact)
+        for chunk, mixed in zip(orphans, pending.split([c.numel() for c in orphans]), strict=True):
+            chunk.copy_(mixed)
+    return survivors
+
+
+async def _exchange_contributions(
+    ctx: Context, tag: Tag, workers: tuple[int, ...], chunks: list[Tensor], exact: bool
+) -> tuple[dict[int, Tensor], dict[int, Transfer]]:
+    """Send every owner its chunk of mine; what arrived of my chunk, by sender, mine included."""
+    rank = workers.index(ctx.worker)
+    transfers: dict[int, Transfer] = {}
+    for distance in range(1, len(workers)):
+        owner = (rank + distance) % len(workers)
+        transfers[workers[owner]] = ctx.send(workers[owner], tag, chunks[owner], exact=exact)
+    received = {ctx.worker: chunks[rank]}
+    for peer, transfer in transfers.items():
+        try:
+            received[peer] = await ctx.recv(peer, tag)
+        except CommError:
+            transfer.cancel()
+    return received, transfers
+
+
+async def _agree_on_survivors(
+    ctx: Context, tag: Tag, workers: tuple[int, ...], contributions: dict[int, Tensor]
+) -> tuple[int, ...]:
+    """Those whom everybody heard: each reports whose contribution came, all intersect the reports."""
+    mine = torch.tensor([worker in contributions for worker in workers], dtype=torch.uint8)
+    peers = [worker for worker in workers if worker != ctx.worker]
+    for peer in peers:
+        ctx.send(peer, tag, mine, exact=True)
+    reports = {ctx.worker: mine}
+    for peer in peers:
+        try:
+            reports[peer] = await ctx.recv(peer, tag)
+        except CommError:
+            continue
+    agreed = torch.stack(list(reports.values())).amin(dim=0).tolist()
+    return tuple(w for w, heard in zip(workers, agreed, strict=True) if heard and w in reports)
+
+
+async def _share_results(
+    ctx: Context,
+    tag: Tag,
+    workers: tuple[int, ...],
+    survivors: tuple[int, ...],
+    chunks: list[Tensor],
+    contributions: dict[int, Tensor],
+    exact: bool,
+) -> None:
+    """Average my chunk, hand it to the survivors, and take theirs into `chunks`, in place."""
+    rank = workers.index(ctx.worker)
+    ring = [workers[(rank + 1 + step) % len(workers)] for step in range(len(workers))]
+    mean: Tensor | None = None
+    for worker in ring:
+        if worker in survivors:
+            mean = contributions[worker].clone() if mean is None else mean.add_(contributions[worker])
+    assert mean is not None  # I am a survivor myself
+    mean.div_(len(survivors))
+    async with ctx.task_group() as tasks:
+        for peer in ring:
+            if peer in survivors and peer != ctx.worker:
+                tasks.start(_send_until_delivered(ctx, peer, tag, mean, exact))
+        for peer in ring:
+            if peer in survivors and peer != ctx.worker:
+                result = await _recv_until_delivered(ctx, peer, tag)
+                if result is not None:
+                    chunks[workers.index(peer)].copy_(result)
+    chunks[rank].copy_(mean)
+
+
+async def _send_until_delivered(
+    ctx: Context, dst: int, tag: Tag, payload: Tensor, exact: bool
+) -> None:
+    """Send again while the link loses it; give up where the peer itself is gone."""
+    for attempt in range(RESENDS_MAX):
+        transfer = ctx.send(dst, replace(tag, attempt=tag.attempt + attempt), payload, exact=exact)
+        try:
+            await transfer.delivered()
+        except LinkFailed:
+            continue
+        except CommError:
+            return
+        return
+    ctx.record("results_lost", 1.0)
+
+
+async def _recv_until_delivered(ctx: Context, src: int, tag: Tag) -> Tensor | None:
+    """The other end of `_send_until_delivered`; None where nothing came at all."""
+    for attempt in range(RESENDS_MAX):
+        try:
+            return await ctx.recv(src, replace(tag, attempt=tag.attempt + attempt))
+        except LinkFailed:
+            continue
+        except CommError:
+            break
+    ctx.record("results_lost", 1.0)
+    return None
+
+
+def _group_digest(workers: tuple[int, ...]) -> int:
+    """A number that differs between groups, so that views that differ can never mix."""
+    text = ",".join(map(str, workers)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big")

@@ -1,0 +1,22 @@
+"""Outer Nesterov momentum, in the form of PyTorch's `SGD(nesterov=True, dampening=0)`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def nesterov_step_(
+    point: Tensor, velocity: Tensor, delta: Tensor, *, learning_rate: float, momentum: float
+) -> None:
+    """One outer step in place: `v <- mu v + Delta; z <- z - lr (Delta + mu v)`.
+
+    Args:
+        point: z, [P], the point the step is taken from; overwritten with the result.
+        velocity: v, [P], zero before the first step; overwritten.
+        delta: Delta, [P], outer gradient, start minus end, so that it is subtracted; kept.
+        learning_rate: lr, outer learning rate. The effective rate is lr / (1 - mu).
+        momentum: mu in [0, 1).
+    """
+    velocity.mul_(momentum).add_(delta)
+    point.add_(delta, alpha=-learning_rate)
+    point.add_(velocity, alpha=-learning_rate * momentum)

@@ -1,0 +1,260 @@
+"""Training, evaluating and predicting with one module that stands for many replicas.
+
+The module's parameters are views of whichever flat vector is being worked on, and all replicas of a
+process share one gradient vector: M replicas cost their vectors and moments, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.comm.context import TrainReport
+from gossamer.errors import ConfigError, NonFiniteError
+from gossamer.seeding import derive_seed
+from gossamer.training.buffers import BufferLayout
+from gossamer.training.layout import ParameterLayout
+from gossamer.training.optimizers import InnerOptimizer, learning_rate_at
+from gossamer.training.replica import Replica
+from gossamer.training.settings import Training
+from gossamer.training.task import Counts, Predicts, Scores, Task
+
+
+@dataclass(frozen=True, slots=True)
+class EvalReport:
+    """Mean held-out loss, and the task's own metrics (mean over the evaluation batches)."""
+
+    loss: float
+    metrics: dict[str, float]
+
+
+class Engine:
+    """The numerics of a run.
+
+    Args:
+        task: what is trained; its model is built once, from the run's seed.
+        training: the inner training's settings.
+        seed: the run's seed.
+        total_steps: inner steps of the whole run, for the learning-rate schedule.
+        real: False puts everything on the meta device, where tensors have shapes and no storage.
+    """
+
+    def __init__(
+        self, task: Task, training: Training, *, seed: int, total_steps: int, real: bool
+    ) -> None:
+        self.task, self.training, self.seed, self.total_steps = task, training, seed, total_steps
+        self.real = real
+        with _seeded(derive_seed(seed, "init")), torch.device("cpu" if real else "meta"):
+            self.model = task.build()
+        self.layout = ParameterLayout.of(self.model)
+        self.buffer_layout = BufferLayout.of(self.model)
+        self.unit = task.unit if isinstance(task, Counts) else "samples"
+        self.units_per_batch = task.units_per_batch if isinstance(task, Counts) else 1
+        self._parameters = dict(self.model.named_parameters())
+        self._device = self._parameters[self.layout.names[0]].device
+        self._gradient = self._new(self.layout.numel).zero_()
+        self._cast = [s for s in self.layout.slots if s.dtype is not self.layout.dtype]
+        self._view_gradients()
+
+    def _new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(*shape, dtype=dtype or self.layout.dtype, device=self._device)
+
+    def _view_gradients(self) -> None:
+        """Let backward accumulate straight into the flat gradient."""
+        for name, view in self.layout.views(self._gradient).items():
+            parameter = self._parameters[name]
+            if parameter.dtype is self.layout.dtype:
+                parameter.grad = view
+
+    def new_replicas(self, num_workers: int) -> tuple[Tensor, list[Replica]]:
+        """`num_workers` equal replicas with the initial weights, and their parameters [M, P]."""
+        start = self._new(self.layout.numel)
+        for name, view in self.layout.views(start).items():
+            view.copy_(self._parameters[name].detach())
+        floats = self._new(self.buffer_layout.num_floats)
+        integers = self._new(self.buffer_layout.num_integers, dtype=torch.int64)
+        self.buffer_layout.store(self.model, floats, integers)
+        rows = start.repeat(num_workers, 1)
+        replicas = [
+            Replica(
+                worker=worker,
+                layout=self.layout,
+                parameters=rows[worker],
+                buffers=floats.clone(),
+                counters=integers.clone(),
+                optimizer=self._new_optimizer(rows[worker]) if self.real else None,
+                learning_rate=learning_rate_at(0, self.training, self.total_steps),
+            )
+            for worker in range(num_workers)
+        ]
+        return rows, replicas
+
+    def _new_optimizer(self, parameters: Tensor) -> InnerOptimizer:
+        return InnerOptimizer(
+            parameters, self._gradient, self.layout.num_decayed, self.training
+        )
+
+    def attach(self, parameters: Tensor, buffers: Tensor, counters: Tensor) -> None:
+        """Point the module at a flat vector and give it these buffers."""
+        for name, view in self.layout.views(parameters).items():
+            parameter = self._parameters[name]
+            if parameter.dtype is self.layout.dtype:
+                parameter.data = view
+        self._refresh_cast(parameters)
+        self.buffer_layout.load(self.model, buffers, counters)
+
+    def _refresh_cast(self, parameters: Tensor) -> None:
+        """Low-precision weights are copies of the flat vector, renewed after each step."""
+        for slot in self._cast:
+            piece = parameters[slot.offset : slot.end].view(slot.shape)
+            self._parameters[slot.name].data.copy_(piece)
+
+    def train(self, replica: Replica, num_steps: int) -> TrainReport:
+        """`num_steps` inner steps of a replica, in place.
+
+        Raises `NonFiniteError` where the loss or the gradient stops being finite.
+        """
+        if not self.real:
+            return self._count(replica, num_steps, float("nan"))
+        total = 0.0
+        self.attach(replica.parameters, replica.buffers, replica.counters)
+        self.model.train()
+        with _preserved_rng():
+            for _ in range(num_steps):
+                total += self._forward_backward(replica)
+                self._step(replica)
+        self.buffer_layout.store(self.model, replica.buffers, replica.counters)
+        return TrainReport(num_steps, total / num_steps, num_steps * self.units_per_batch)
+
+    def gradient(self, replica: Replica) -> tuple[Tensor, float]:
+        """The gradient [P] on the replica's next batch, and the loss; shared memory, not a copy."""
+        if not self.real:
+            return self._gradient, float("nan")
+        self.attach(replica.parameters, replica.buffers, replica.counters)
+        self.model.train()
+        with _preserved_rng():
+            loss = self._forward_backward(replica)
+        self.buffer_layout.store(self.model, replica.buffers, replica.counters)
+        return self._gradient, loss
+
+    def apply_gradient(self, replica: Replica, gradient: Tensor) -> None:
+        """One inner-optimizer step with a given gradient [P]."""
+        if not self.real:
+            self._count(replica, 1, float("nan"))
+            return
+        if gradient.data_ptr() != self._gradient.data_ptr():
+            self._gradient.copy_(gradient)
+        self._step(replica)
+
+    def _count(self, replica: Replica, num_steps: int, loss: float) -> TrainReport:
+        replica.steps_completed += num_steps
+        replica.samples_completed += num_steps * self.units_per_batch
+        return TrainReport(num_steps, loss, num_steps * self.units_per_batch)
+
+    def _forward_backward(self, replica: Replica) -> float:
+        """Fill the shared gradient; the loss as a number."""
+        step = replica.steps_completed
+        torch.manual_seed(derive_seed(self.seed, "step", replica.worker, step))
+        batch = self.task.train_batch(replica.worker, step)
+        self._gradient.zero_()
+        for slot in self._cast:
+            self._parameters[slot.name].grad = None
+        loss = self.task.loss(self.model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's own stub is untyped
+        for slot in self._cast:
+            grad = self._parameters[slot.name].grad
+            if grad is not None:
+                self._gradient[slot.offset : slot.end].view(slot.shape).copy_(grad)
+        value = float(loss.detach())
+        self._check_finite("training loss", value, replica)
+        return value
+
+    def _step(self, replica: Replica) -> None:
+        """Clip, and one update of the inner optimizer."""
+        assert replica.optimizer is not None
+        step = replica.steps_completed
+        replica.learning_rate = learning_rate_at(step, self.training, self.total_steps)
+        if self.training.clip_norm > 0:
+            norm = float(torch.linalg.vector_norm(self._gradient))
+            self._check_finite("gradient", norm, replica)
+            if norm > self.training.clip_norm:
+                self._gradient.mul_(self.training.clip_norm / norm)
+        replica.optimizer.step(replica.learning_rate)
+        self._refresh_cast(replica.parameters)
+        self._count(replica, 1, float("nan"))
+
+    def _check_finite(self, what: str, value: float, replica: Replica) -> None:
+        if value - value != 0.0:  # NaN and infinities
+            raise NonFiniteError(
+                what,
+                worker=replica.worker,
+                step=replica.steps_completed,
+                learning_rate=learning_rate_at(
+                    replica.steps_completed, self.training, self.total_steps
+                ),
+            )
+
+    @contextmanager
+    def _evaluating(self, parameters: Tensor, buffers: Tensor, counters: Tensor) -> Iterator[None]:
+        self.attach(parameters, buffers, counters)
+        self.model.eval()
+        with torch.no_grad(), _seeded(derive_seed(self.seed, "evaluation")):
+            yield
+
+    def evaluate(self, parameters: Tensor, buffers: Tensor, counters: Tensor) -> EvalReport:
+        """Loss and metrics of a flat vector [P] on the held-out set."""
+        losses: list[float] = []
+        metrics: dict[str, list[float]] = {}
+        with self._evaluating(parameters, buffers, counters):
+            for batch in self.task.eval_batches():
+                losses.append(float(self.task.loss(self.model, batch)))
+                if isinstance(self.task, Scores):
+                    for name, value in self.task.metrics(self.model, batch).items():
+                        metrics.setdefault(name, []).append(value)
+        if not losses:
+            raise ConfigError("the task has no evaluation batches")
+        means = {name: sum(values) / len(values) for name, values in metrics.items()}
+        return EvalReport(sum(losses) / len(losses), means)
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the task's models give distributions that can be compared."""
+        return isinstance(self.task, Predicts)
+
+    def predict(self, parameters: Tensor, buffers: Tensor, counters: Tensor) -> Tensor:
+        """Log-probabilities on the fixed probe batch, fp32 [positions, classes]."""
+        if not isinstance(self.task, Predicts):
+            raise ConfigError(
+                f"{type(self.task).__name__} has no predictions to compare: give it the methods "
+                f"`predict(model, batch)` and `probe_batch()`"
+            )
+        with self._evaluating(parameters, buffers, counters):
+            logits = self.task.predict(self.model, self.task.probe_batch())
+            return torch.log_softmax(logits.flatten(0, -2).float(), dim=-1)
+
+    def state_dict(self, parameters: Tensor, buffers: Tensor, counters: Tensor) -> dict[str, Tensor]:
+        """The model's own state dict for a flat vector, copied."""
+        self.attach(parameters, buffers, counters)
+        return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+
+
+@contextmanager
+def _preserved_rng() -> Iterator[None]:
+    """Leave the caller's global generator as it was."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed the global generator, which modules draw from, for a while."""
+    with _preserved_rng():
+        torch.manual_seed(seed)
+        yield

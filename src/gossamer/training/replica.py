@@ -1,0 +1,37 @@
+"""One worker's copy of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gossamer.training.layout import ParameterLayout
+from gossamer.training.optimizers import InnerOptimizer
+
+
+@dataclass(eq=False)
+class Replica:
+    """Flat parameters, buffers and inner optimizer of one worker.
+
+    Args:
+        worker: whose replica it is.
+        layout: where each tensor lies in `parameters`.
+        parameters: [P], fp32 (fp64 where the model is); training and methods write to it in place.
+        buffers: [B], the model's floating-point buffers, same dtype.
+        counters: [I], int64, the model's integer buffers.
+        optimizer: None on tensors without storage.
+        steps_completed: inner steps done so far; the index of the next one.
+        samples_completed: tokens or samples trained on so far.
+        learning_rate: of the latest inner step.
+    """
+
+    worker: int
+    layout: ParameterLayout
+    parameters: Tensor
+    buffers: Tensor
+    counters: Tensor
+    optimizer: InnerOptimizer | None
+    steps_completed: int = 0
+    samples_completed: int = 0
+    learning_rate: float = 0.0
