@@ -1,0 +1,77 @@
+"""`gossamer report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gossamer.commands.options import JsonOption, print_json, print_note
+from gossamer.errors import ConfigError
+
+
+def report(
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN|COMPARISON", help="Folder of a run or a comparison.")
+    ],
+    *,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Where page and pictures go; default: there."),
+    ] = None,
+    plots: Annotated[bool, typer.Option(help="Draw pictures and write report.html.")] = True,
+    json: JsonOption = False,
+) -> None:
+    """Tabulate a run or a comparison; draw loss over virtual time and over bytes sent.
+
+    Writes report.html, loss_over_time.png and loss_over_bytes.png (with the extra gossamer[plot]).
+
+    Examples:
+
+        gossamer report runs/demo-1
+
+        gossamer report runs/diloco-1 --no-plots
+    """
+    from gossamer.report.files import SCHEMA_VERSION, write_atomically
+    from gossamer.report.html import page
+    from gossamer.report.plots import Curve, draw
+    from gossamer.report.tables import comparison_table, stdout_console
+
+    rows, curves = _read(folder)
+    files: list[str] = []
+    if plots:
+        images = draw([Curve(label, events) for label, events in curves])
+        target = out or folder
+        target.mkdir(parents=True, exist_ok=True)
+        for name, image in images.items():
+            write_atomically(target / f"{name}.png", image)
+            files.append(str(target / f"{name}.png"))
+        recipe = (folder / "config.toml").read_text(encoding="utf-8")
+        title = f"Gossamer: {folder.resolve().name}"
+        write_atomically(target / "report.html", page(title, rows, images, recipe))
+        files.append(str(target / "report.html"))
+    if json:
+        print_json({"schema_version": SCHEMA_VERSION, "rows": rows, "files": files})
+        return
+    stdout_console().print(comparison_table(rows))
+    if files:
+        print_note("written: " + ", ".join(files))
+
+
+def _read(
+    folder: Path,
+) -> tuple[list[dict[str, object]], list[tuple[str, list[dict[str, object]]]]]:
+    """The rows of the table, and each run's label with its measurements."""
+    from gossamer.report.comparison import Comparison, is_comparison
+    from gossamer.report.run_folder import RunFolder
+
+    if not folder.is_dir():
+        raise ConfigError(f"no folder {str(folder)!r}; give the folder of a run or a comparison")
+    if is_comparison(folder):
+        comparison = Comparison.reopen(folder)
+        runs = [(entry.label, comparison.folder_of(entry)) for entry in comparison.entries]
+        return comparison.rows(), [(label, run.events("measure")) for label, run in runs]
+    run = RunFolder(folder)
+    summary = run.summary()
+    return [summary], [(str(summary.get("method", "run")), run.events("measure"))]
