@@ -229,7 +229,7 @@ class _Timeline:
         while (window := self._upcoming()) is not None and window.start_ns < until_ns:
             self._windows.append(window)
             self._starts.append(window.start_ns)
-            self._ends_max.append(max(window.end_ns, *self._ends_max[-1:]))
+            self._ends_max.append(max([window.end_ns, *self._ends_max[-1:]]))
             if window is self._drawn:
                 self._draw(window.start_ns)
             else:

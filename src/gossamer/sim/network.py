@@ -1,0 +1,584 @@
+"""The simulated network: links that concurrent transfers share by max-min fairness.
+
+Every worker has a full-duplex link: an upload and a download capacity. A pair of workers can have
+a narrower path, and latency. Whenever a transfer starts or ends, or a link goes down or comes
+back, all rates are planned anew by progressive filling (D. Bertsekas and R. Gallager, "Data
+Networks", 2nd ed. 1992, section 6.5.2), once per instant of virtual time.
+
+All arithmetic is in integers: time in nanoseconds, rates in millionths of a byte per second, and
+what is left of a transfer in units of rate times time. So results are exact, do not depend on the
+order in which flows are listed, and planning again without a cause changes nothing. That is why
+a snapshot can be taken at any instant without disturbing the run.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from gossamer.comm.context import Tag
+from gossamer.errors import (
+    CollectiveFailed,
+    CommError,
+    ConfigError,
+    LinkFailed,
+    OutOfSync,
+    PayloadCorrupt,
+    PeerLost,
+    TimedOut,
+    check,
+)
+from gossamer.settings import Settings
+from gossamer.sim.clock import VirtualLoop, to_ns
+from gossamer.sim.faults import FaultPlan, happens
+from gossamer.units import Duration, Rate
+
+_RATE_PER_BYTE_PER_S = 1_000_000
+_WORK_PER_BYTE = _RATE_PER_BYTE_PER_S * 1_000_000_000  # work = rate * nanoseconds
+_BANDWIDTH_MAX = 1e12  # bytes per second; keeps rates within 64 bits
+_VECTORISE_ABOVE = 48  # flows; below, plain Python is faster than numpy
+
+# ---------------------------------------------------------------------------------------- settings
+
+
+def _rate_field(description: str) -> float | None:
+    value: float | None = Field(default=None, gt=0, le=_BANDWIDTH_MAX, description=description)
+    return value
+
+
+class WorkerLink(Settings):
+    """What one worker's link has otherwise than the rest."""
+
+    worker: int = Field(ge=0, description="worker index")
+    bandwidth: Rate | None = _rate_field("bytes per second each way")
+    upload: Rate | None = _rate_field("bytes per second out of the worker; before `bandwidth`")
+    download: Rate | None = _rate_field("bytes per second into the worker; before `bandwidth`")
+    latency: Duration | None = Field(
+        default=None, ge=0, description="one way; of two workers' the larger one counts"
+    )
+
+
+class PairLink(Settings):
+    """What the path between two workers has otherwise than their links."""
+
+    source: int = Field(ge=0, description="sending worker")
+    destination: int = Field(ge=0, description="receiving worker")
+    bandwidth: Rate | None = _rate_field("bytes per second on this path; the links limit it too")
+    latency: Duration | None = Field(default=None, ge=0, description="one way, on this path")
+    both_ways: bool = Field(default=True, description="the same from destination to source")
+
+    def directions(self) -> list[tuple[int, int]]:
+        """The (source, destination) pairs that this speaks of."""
+        there = (self.source, self.destination)
+        return [there, there[::-1]] if self.both_ways else [there]
+
+
+FailureUnit = Literal["worker", "step", "transfer", "collective"]
+
+
+class Network(Settings):
+    """The recipe's [network]: rates, latency, and how often a transfer fails."""
+
+    bandwidth: Rate = Field(
+        default=12.5e6, gt=0, le=_BANDWIDTH_MAX,
+        description="bytes per second per worker, each way (100 Mbit/s)",
+    )  # fmt: skip
+    upload: Rate | None = _rate_field("bytes per second out of each worker; before `bandwidth`")
+    download: Rate | None = _rate_field("bytes per second into each worker; before `bandwidth`")
+    latency: Duration = Field(default=0.0, ge=0, description="one way")
+    workers: tuple[WorkerLink, ...] = Field(default=(), description="overrides per worker")
+    pairs: tuple[PairLink, ...] = Field(default=(), description="overrides per pair of workers")
+    failure_probability: float = Field(
+        default=0.0, ge=0, lt=1, description="that one failure unit fails"
+    )
+    failure_unit: FailureUnit = Field(
+        default="worker",
+        description="what fails together: a worker's link during one collective, a step of a "
+        "collective, a single transfer, or a whole collective",
+    )
+    corruption_probability: float = Field(
+        default=0.0, ge=0, lt=1, description="that a transfer's payload arrives damaged"
+    )
+    deadline: Duration | None = Field(
+        default=None, gt=0,
+        description="after which an awaited message counts as lost; left out: derived from the "
+        "network, the model and the step time",
+    )  # fmt: skip
+    keepalive: Duration = Field(
+        default=3.5, gt=0, description="a transfer that moves nothing for so long has failed"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        workers = [link.worker for link in self.workers]
+        for worker in workers:
+            if workers.count(worker) > 1:
+                raise ValueError(f"workers: worker {worker} is given more than once")
+        pairs = [pair for link in self.pairs for pair in link.directions()]
+        for source, destination in pairs:
+            if source == destination:
+                raise ValueError(f"pairs: worker {source} has no link to itself")
+            if pairs.count((source, destination)) > 1:
+                raise ValueError(
+                    f"pairs: the path {source} -> {destination} is given more than once "
+                    f"(both_ways covers both directions)"
+                )
+        return self
+
+    def validate_for(self, num_workers: int) -> None:
+        """Raise `ConfigError` where an override names a worker that the run does not have."""
+        named = [("workers", link.worker) for link in self.workers]
+        for link in self.pairs:
+            named += [("pairs", link.source), ("pairs", link.destination)]
+        for section, worker in named:
+            if worker >= num_workers:
+                raise ConfigError(
+                    f"network.{section}: worker {worker} is not in this run, which has "
+                    f"{num_workers} workers (0 to {num_workers - 1})"
+                )
+
+
+# ------------------------------------------------------------------------------------------- flows
+
+
+class _State(Enum):
+    NEW = "new"
+    ACTIVE = "active"  # holds a share of its links, which may be nothing
+    ARRIVING = "arriving"  # through or failed; `on_done` follows after the latency
+    DONE = "done"
+
+
+@dataclass(slots=True, eq=False)
+class Flow:
+    """One transfer.
+
+    Args:
+        src, dst: the workers at its ends, different ones.
+        num_bytes: what is charged, 0 or more.
+        tag: what it is; part of the key of its failure draws.
+        on_done: called once at the receiver's time, with None or with what went wrong.
+        subject_to_failure: whether failures and corruption are drawn for it.
+        control: a control message, which failure unit "worker" strikes along with the payloads.
+    """
+
+    src: int
+    dst: int
+    num_bytes: int
+    tag: Tag
+    on_done: Callable[[Flow, CommError | None], None]
+    subject_to_failure: bool = True
+    control: bool = False
+    state: _State = field(default=_State.NEW, init=False)
+    started_ns: int = field(default=-1, init=False)
+    updated_ns: int = field(default=-1, init=False)  # when `remaining` was last brought up to date
+    remaining: int = field(default=0, init=False)  # work that was left then
+    rate: int = field(default=0, init=False)  # since then
+    stalled_ns: int = field(default=-1, init=False)  # since when its rate is 0; -1: it moves
+    due_ns: int = field(default=-1, init=False)  # when it is through or given up; -1: not planned
+    arrives_ns: int = field(default=-1, init=False)  # when `on_done` is called
+    error: CommError | None = field(default=None, init=False)
+    _links: tuple[int, ...] = field(default=(), init=False)
+
+    def order(self) -> tuple[int, int, int, Tag, int]:
+        """Sorts flows by what they are, not by when they were listed."""
+        return (self.src, self.dst, self.started_ns, self.tag, self.num_bytes)
+
+    @property
+    def rate_bytes_per_s(self) -> float:
+        """Current share of the links."""
+        return self.rate / _RATE_PER_BYTE_PER_S
+
+    def bytes_left(self, now_ns: int) -> float:
+        """Bytes that have not left the sender at `now_ns`."""
+        return (self.remaining - self.rate * (now_ns - self.updated_ns)) / _WORK_PER_BYTE
+
+    def snapshot(self) -> dict[str, int | str]:
+        """All that `SimNetwork.restore` needs beside the constructor's arguments; for JSON."""
+        state: dict[str, int | str] = {name: getattr(self, name) for name in _SAVED_INTS}
+        state["state"] = self.state.value
+        if self.error is not None:
+            state["error"] = type(self.error).__name__
+            state["message"] = str(self.error)
+        return state
+
+    def _load(self, snapshot: dict[str, int | str]) -> None:
+        for name in _SAVED_INTS:
+            setattr(self, name, int(snapshot[name]))
+        self.state = _State(snapshot["state"])
+        if "error" in snapshot:
+            kinds = {kind.__name__: kind for kind in _SAVED_ERRORS}
+            self.error = kinds[str(snapshot["error"])](str(snapshot["message"]))
+
+
+_SAVED_INTS = ("started_ns", "updated_ns", "remaining", "rate", "stalled_ns", "due_ns",
+               "arrives_ns")  # fmt: skip
+_SAVED_ERRORS: tuple[type[CommError], ...] = (
+    CommError, LinkFailed, PayloadCorrupt, PeerLost, TimedOut, CollectiveFailed, OutOfSync,
+)  # fmt: skip
+
+
+# --------------------------------------------------------------------------------- max-min fairness
+
+
+def max_min_rates(links: Sequence[tuple[int, ...]], capacity: Sequence[int]) -> list[int]:
+    """Max-min fair integer rates by progressive filling.
+
+    Args:
+        links: per flow, the indices of the links that it uses (at least one).
+        capacity: per link.
+
+    All rates rise together until a link is full; its flows keep what they have, the others go on.
+    Shares are rounded down, so a link can keep up to (number of its flows - 1) units unused.
+    """
+    if len(links) > _VECTORISE_ABOVE:
+        return _max_min_rates_vectorised(links, capacity)
+    return _max_min_rates_scalar(links, capacity)
+
+
+def _max_min_rates_scalar(links: Sequence[tuple[int, ...]], capacity: Sequence[int]) -> list[int]:
+    count: dict[int, int] = {}
+    for used in links:
+        for link in used:
+            count[link] = count.get(link, 0) + 1
+    left = {link: capacity[link] for link in count}
+    rates = [0] * len(links)
+    rising = list(range(len(links)))
+    while rising:
+        shares = {link: left[link] // count[link] for link in count}
+        level = min(shares.values())
+        still_rising = []
+        for flow in rising:
+            if all(shares[link] > level for link in links[flow]):
+                still_rising.append(flow)
+                continue
+            rates[flow] = level
+            for link in links[flow]:
+                left[link] -= level
+                count[link] -= 1
+        rising = still_rising
+        count = {link: number for link, number in count.items() if number}
+    return rates
+
+
+def _max_min_rates_vectorised(
+    links: Sequence[tuple[int, ...]], capacity: Sequence[int]
+) -> list[int]:
+    num_links, width = len(capacity), max(map(len, links))
+    nowhere = num_links  # pads the flows that use fewer links
+    padded = [used + (nowhere,) * (width - len(used)) for used in links]
+    links_FK = np.array(padded, dtype=np.int64)  # flows x links of a flow
+    left = np.array([*capacity, 0], dtype=np.int64)
+    rates = np.zeros(len(links), dtype=np.int64)
+    rising = np.arange(len(links))
+    while rising.size:
+        count = np.bincount(links_FK[rising].ravel(), minlength=num_links + 1)
+        count[nowhere] = 0
+        shares = np.where(count > 0, left // np.maximum(count, 1), np.iinfo(np.int64).max)
+        level = shares.min()
+        full = (shares == level)[links_FK[rising]].any(axis=1)
+        settled = rising[full]
+        rates[settled] = level
+        left -= level * np.bincount(links_FK[settled].ravel(), minlength=num_links + 1)
+        rising = rising[~full]
+    result: list[int] = rates.tolist()
+    return result
+
+
+# ----------------------------------------------------------------------------------------- network
+
+_Arrival = tuple[int, tuple[int, int, int, Tag, int], int, Flow]
+
+
+class SimNetwork:
+    """All transfers of a run, on one virtual loop.
+
+    Args:
+        loop: the clock.
+        settings: rates, latency, failures.
+        num_workers: workers are 0 .. num_workers - 1.
+        faults: outages and partitions.
+        seed: of the failure draws, which are pure functions of it and of what a flow is.
+
+    Raises `ConfigError` where `settings` do not fit `num_workers`.
+    """
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        settings: Network,
+        num_workers: int,
+        faults: FaultPlan,
+        seed: int,
+    ) -> None:
+        settings.validate_for(num_workers)
+        self.settings = settings
+        self._loop, self._num_workers, self._faults, self._seed = loop, num_workers, faults, seed
+        self._keepalive_ns = max(1, to_ns(settings.keepalive))
+        self._capacity, self._pair_link = _capacities(settings, num_workers)
+        self._worker_latency_ns = [to_ns(settings.latency)] * num_workers
+        for worker_link in settings.workers:
+            if worker_link.latency is not None:
+                self._worker_latency_ns[worker_link.worker] = to_ns(worker_link.latency)
+        self._pair_latency_ns = {
+            pair: to_ns(link.latency)
+            for link in settings.pairs
+            if link.latency is not None
+            for pair in link.directions()
+        }
+        self._active: dict[Flow, None] = {}
+        self._arrivals: list[_Arrival] = []  # a heap
+        self._serial = 0
+        self._next_due_ns: int | None = None
+        self._timer_ns: int | None = None
+        self._cancel_timer: Callable[[], None] | None = None
+        self._plan_requested = False
+        self._links_change_ns: int | None = -1  # until when `_link_up` holds; None: for ever
+        self._link_up: dict[tuple[int, int], bool] = {}
+        self.bytes_delivered = 0
+        """Bytes of all flows that arrived undamaged."""
+
+    # --------------------------------------------------------------------------------- questions
+
+    def latency_ns(self, src: int, dst: int) -> int:
+        """One-way latency from `src` to `dst`."""
+        own = self._pair_latency_ns.get((src, dst))
+        if own is not None:
+            return own
+        return max(self._worker_latency_ns[src], self._worker_latency_ns[dst])
+
+    def estimate_ns(self, src: int, dst: int, num_bytes: int) -> int:
+        """Time of a transfer that shares its links with nobody, latency included."""
+        rate = min(self._capacity[link] for link in self._links_of(src, dst))
+        return -(-num_bytes * _WORK_PER_BYTE // rate) + self.latency_ns(src, dst)
+
+    def active_flows(self) -> list[Flow]:
+        """Flows whose `on_done` is still to come, in an order of their content."""
+        arriving = [entry[3] for entry in self._arrivals if entry[3].state is _State.ARRIVING]
+        return sorted([*self._active, *arriving], key=Flow.order)
+
+    # ----------------------------------------------------------------------------------- actions
+
+    def start(self, flow: Flow) -> None:
+        """Begin a transfer; `flow.on_done` is called from the loop, never from within `start`."""
+        check(flow.state is _State.NEW, f"a flow can be started once only: {flow}")
+        check(flow.src != flow.dst, f"worker {flow.src} sends to itself")
+        check(flow.num_bytes >= 0, f"a flow has {flow.num_bytes} bytes")
+        flow.state = _State.ACTIVE
+        flow.started_ns = flow.updated_ns = self._loop.time_ns()
+        flow.remaining = flow.num_bytes * _WORK_PER_BYTE
+        self._join(flow)
+        self._request_plan()
+
+    def cancel(self, flow: Flow) -> None:
+        """Give a flow up without a word; no effect once it is done."""
+        if flow.state is _State.ACTIVE:
+            del self._active[flow]
+            self._request_plan()
+        flow.state = _State.DONE
+
+    def abort(self, worker: int, error: CommError) -> None:
+        """End all flows from and to `worker` now; `on_done` tells `error` after the latency."""
+        for _, _, _, flow in self._arrivals:
+            if flow.state is _State.ARRIVING and worker in (flow.src, flow.dst):
+                flow.error = flow.error or error
+        for flow in list(self._active):
+            if worker in (flow.src, flow.dst):
+                self._end(flow, error)
+        self._request_plan()
+
+    def restore(self, flows: Iterable[tuple[Flow, dict[str, int | str]]]) -> None:
+        """Take up flows from their snapshots; the clock shows the time when these were taken."""
+        for flow, snapshot in flows:
+            check(flow.state is _State.NEW, "only a new flow can be restored")
+            flow._load(snapshot)
+            if flow.state is _State.ACTIVE:
+                self._join(flow)
+            else:
+                check(flow.state is _State.ARRIVING, "a flow that is done cannot be restored")
+                self._push_arrival(flow)
+        self._next_due_ns = min((f.due_ns for f in self._active if f.due_ns >= 0), default=None)
+        self._arm()
+        # Where nothing changed at that instant this finds the rates that the flows have already.
+        self._request_plan()
+
+    # ---------------------------------------------------------------------------------- planning
+
+    def _join(self, flow: Flow) -> None:
+        flow._links = self._links_of(flow.src, flow.dst)
+        self._active[flow] = None
+
+    def _links_of(self, src: int, dst: int) -> tuple[int, ...]:
+        pair = self._pair_link.get((src, dst))
+        ends = (src, self._num_workers + dst)
+        return ends if pair is None else (*ends, pair)
+
+    def _request_plan(self) -> None:
+        """Plan once at the end of this instant, whatever else happens in it."""
+        if not self._plan_requested:
+            self._plan_requested = True
+            self._loop.call_at_end_of_instant(self._plan)
+
+    def _plan(self) -> None:
+        self._plan_requested = False
+        now_ns = self._loop.time_ns()
+        self._refresh_links(now_ns)
+        moving: list[Flow] = []
+        for flow in list(self._active):
+            if not self._is_up(flow, now_ns):
+                self._set_rate(flow, 0, now_ns)
+            elif flow.remaining == 0:
+                self._end(flow, None)
+            else:
+                moving.append(flow)
+        rates = max_min_rates([flow._links for flow in moving], self._capacity)
+        for flow, rate in zip(moving, rates, strict=True):
+            if flow.rate != rate or flow.due_ns < 0:
+                self._set_rate(flow, rate, now_ns)
+        self._next_due_ns = min((flow.due_ns for flow in self._active), default=None)
+        self._arm()
+
+    def _set_rate(self, flow: Flow, rate: int, now_ns: int) -> None:
+        flow.remaining -= flow.rate * (now_ns - flow.updated_ns)
+        flow.updated_ns, flow.rate = now_ns, rate
+        if rate > 0:
+            check(flow.remaining > 0, "a flow that is through was planned again")
+            flow.stalled_ns = -1
+            flow.due_ns = now_ns - (-flow.remaining // rate)
+        else:
+            if flow.stalled_ns < 0:
+                flow.stalled_ns = now_ns
+            flow.due_ns = flow.stalled_ns + self._keepalive_ns
+
+    def _refresh_links(self, now_ns: int) -> None:
+        if self._links_change_ns is not None and now_ns >= self._links_change_ns:
+            self._link_up.clear()
+            self._links_change_ns = self._faults.next_link_change(now_ns)
+
+    def _is_up(self, flow: Flow, now_ns: int) -> bool:
+        if not self._faults.has_link_faults:
+            return True
+        pair = (flow.src, flow.dst)
+        if pair not in self._link_up:
+            self._link_up[pair] = self._faults.link_up(*pair, now_ns)
+        return self._link_up[pair]
+
+    def _arm(self) -> None:
+        """Set the one timer to whatever comes next: an end, an arrival, a link's change."""
+        events = [self._next_due_ns]
+        if self._active:  # otherwise nobody cares, and an idle network must let the clock rest
+            events.append(self._links_change_ns)
+        if self._arrivals:
+            events.append(self._arrivals[0][0])
+        next_ns = min((event for event in events if event is not None), default=None)
+        if next_ns == self._timer_ns:
+            return
+        if self._cancel_timer is not None:
+            self._cancel_timer()
+        self._timer_ns, self._cancel_timer = next_ns, None
+        if next_ns is not None:
+            self._cancel_timer = self._loop.call_at_ns(next_ns, self._tick).cancel
+
+    # ------------------------------------------------------------------------------------ events
+
+    def _tick(self) -> None:
+        self._timer_ns = self._cancel_timer = None
+        now_ns = self._loop.time_ns()
+        if self._next_due_ns is not None and now_ns >= self._next_due_ns:
+            for flow in [flow for flow in self._active if 0 <= flow.due_ns <= now_ns]:
+                self._end(flow, self._stall_error(flow))
+            self._request_plan()
+        if self._links_change_ns is not None and now_ns >= self._links_change_ns:
+            self._request_plan()
+        while self._arrivals and self._arrivals[0][0] <= now_ns:
+            flow = heapq.heappop(self._arrivals)[3]
+            if flow.state is _State.ARRIVING:
+                flow.state = _State.DONE
+                self.bytes_delivered += flow.num_bytes if flow.error is None else 0
+                flow.on_done(flow, flow.error)
+        if not self._plan_requested:
+            self._arm()
+
+    def _stall_error(self, flow: Flow) -> CommError | None:
+        if flow.rate > 0:
+            return None
+        return LinkFailed(
+            f"nothing moved from worker {flow.src} to worker {flow.dst} for "
+            f"{self.settings.keepalive:g} s: the link between them is down"
+        )
+
+    def _end(self, flow: Flow, error: CommError | None) -> None:
+        """The flow leaves the links; its fate is known to the receiver after the latency."""
+        del self._active[flow]
+        now_ns = self._loop.time_ns()
+        flow.error = self._draw_error(flow) if error is None else error
+        flow.remaining, flow.rate, flow.updated_ns = 0, 0, now_ns
+        flow.state = _State.ARRIVING
+        flow.arrives_ns = now_ns + self.latency_ns(flow.src, flow.dst)
+        self._push_arrival(flow)
+
+    def _push_arrival(self, flow: Flow) -> None:
+        self._serial += 1  # only ever compared for flows that are equal in everything else
+        heapq.heappush(self._arrivals, (flow.arrives_ns, flow.order(), self._serial, flow))
+
+    def _draw_error(self, flow: Flow) -> CommError | None:
+        settings, tag, seed = self.settings, flow.tag, self._seed
+        unit = settings.failure_unit
+        if flow.subject_to_failure or (flow.control and unit == "worker"):
+            for key in _failure_keys(unit, flow):
+                if happens(settings.failure_probability, seed, "failure", *key):
+                    return LinkFailed(
+                        f"the transfer {tag} from worker {flow.src} to worker {flow.dst} was lost"
+                    )
+        transfer = _failure_keys("transfer", flow)[0]
+        if flow.subject_to_failure and happens(
+            settings.corruption_probability, seed, "corruption", *transfer
+        ):
+            return PayloadCorrupt(
+                f"the transfer {tag} from worker {flow.src} to worker {flow.dst} arrived damaged: "
+                f"its checksum differs"
+            )
+        return None
+
+
+def _failure_keys(unit: FailureUnit, flow: Flow) -> list[tuple[int | str, ...]]:
+    """Keys of the draws that decide about a flow: it fails where any of them does."""
+    tag = flow.tag
+    collective = (tag.kind, tag.round_index, tag.step, tag.attempt)
+    if unit == "worker":
+        return [(flow.src, *collective), (flow.dst, *collective)]
+    if unit == "step":
+        return [(*collective, tag.phase, tag.part)]
+    if unit == "collective":
+        return [collective]
+    return [(flow.src, flow.dst, *collective, tag.phase, tag.part, tag.epoch)]
+
+
+def _capacities(
+    settings: Network, num_workers: int
+) -> tuple[list[int], dict[tuple[int, int], int]]:
+    """Capacity per link (uploads, downloads, narrow paths), and which pair has which path."""
+
+    def capacity(*choices: float | None) -> int:
+        bytes_per_s = next(choice for choice in choices if choice is not None)
+        return max(1, round(bytes_per_s)) * _RATE_PER_BYTE_PER_S
+
+    common = settings.bandwidth
+    uploads = [capacity(settings.upload, common)] * num_workers
+    downloads = [capacity(settings.download, common)] * num_workers
+    for own in settings.workers:
+        uploads[own.worker] = capacity(own.upload, own.bandwidth, settings.upload, common)
+        downloads[own.worker] = capacity(own.download, own.bandwidth, settings.download, common)
+    capacities = uploads + downloads
+    pair_link = {}
+    for link in settings.pairs:
+        if link.bandwidth is not None:
+            for pair in link.directions():
+                pair_link[pair] = len(capacities)
+                capacities.append(capacity(link.bandwidth))
+    return capacities, pair_link
