@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import heapq
+import itertools
 import sys
 import weakref
 from collections import deque
@@ -21,60 +22,15 @@ from pathlib import PurePath
 from typing import Any, TypeVar, cast
 
 from gossamer.errors import Deadlock, SimulationError
+from gossamer.sim.scheduled import NS_PER_S, ScheduledCall, to_ns
+
+__all__ = ["NS_PER_S", "VirtualLoop", "sleep_until_ns", "to_ns"]
 
 T = TypeVar("T")
-
-NS_PER_S = 1_000_000_000
 
 _COMPACT_ABOVE = 64  # cancelled timers that may lie in the heap before it is rebuilt
 _LISTED_TASKS_MAX = 20  # lines of a Deadlock message
 _TEARDOWN_EVENTS_MAX = 100_000  # events that cancelled tasks may still take to end
-
-
-def to_ns(seconds: float) -> int:
-    """Seconds as the nearest integer number of nanoseconds."""
-    return round(seconds * NS_PER_S)
-
-
-class _Handle(asyncio.TimerHandle):
-    """A scheduled call. `_callback` is None once it has run or was cancelled."""
-
-    __slots__ = ()
-
-    def __init__(
-        self,
-        loop: VirtualLoop,
-        callback: Callable[..., object],
-        args: tuple[Any, ...],
-        context: contextvars.Context | None,
-        when_ns: int,
-    ) -> None:
-        self._loop = loop
-        self._callback: Callable[..., object] | None = callback
-        self._args = args
-        self._context = context
-        self._when = when_ns  # -1: from call_soon, never in the heap
-        self._cancelled = False
-
-    def cancel(self) -> None:
-        """Do not run it; no effect once it has run."""
-        if self._callback is None:
-            return
-        self._callback = None
-        self._args = ()
-        self._cancelled = True
-        if self._when >= 0:
-            self._loop._timer_cancelled()
-
-    def cancelled(self) -> bool:
-        return self._cancelled
-
-    def when(self) -> float:
-        """Seconds of virtual time."""
-        return self._when / NS_PER_S
-
-    def __repr__(self) -> str:
-        return f"<_Handle when_ns={self._when} callback={self._callback!r}>"
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
@@ -87,9 +43,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def __init__(self, start_ns: int = 0) -> None:
         self._now_ns = start_ns
         self._serial = 0
-        self._ready: deque[_Handle] = deque()
-        self._end_of_instant: deque[_Handle] = deque()
-        self._timers: list[tuple[int, int, _Handle]] = []
+        self._ready: deque[ScheduledCall] = deque()
+        self._end_of_instant: deque[ScheduledCall] = deque()
+        self._timers: list[tuple[int, int, ScheduledCall]] = []
         self._num_cancelled = 0  # cancelled timers that have not been thrown out yet
         self._tasks: dict[asyncio.Task[Any], None] = {}  # unfinished, in the order of their start
         self._num_tasks = 0
@@ -123,7 +79,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             raise RuntimeError("the event loop is closed")
         if context is None:
             context = contextvars.copy_context()
-        handle = _Handle(self, callback, args, context, -1)
+        handle = ScheduledCall(self, callback, args, context, -1)
         self._ready.append(handle)
         return handle
 
@@ -159,7 +115,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def call_at_end_of_instant(self, callback: Callable[..., object], *args: Any) -> asyncio.Handle:
         """Run `callback(*args)` once nothing else is left to do before the clock moves on."""
-        handle = _Handle(self, callback, args, None, -1)
+        handle = ScheduledCall(self, callback, args, None, -1)
         self._end_of_instant.append(handle)
         return handle
 
@@ -169,14 +125,14 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         callback: Callable[..., object],
         args: tuple[Any, ...],
         context: contextvars.Context | None,
-    ) -> _Handle:
+    ) -> ScheduledCall:
         if self._closed:
             raise RuntimeError("the event loop is closed")
         if when_ns <= self._now_ns:  # already due: behind all that is scheduled for this instant
-            handle = _Handle(self, callback, args, context, -1)
+            handle = ScheduledCall(self, callback, args, context, -1)
             self._ready.append(handle)
         else:
-            handle = _Handle(self, callback, args, context, when_ns)
+            handle = ScheduledCall(self, callback, args, context, when_ns)
             self._serial += 1
             heapq.heappush(self._timers, (when_ns, self._serial, handle))
         return handle
@@ -274,30 +230,23 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         if asyncio._get_running_loop() is not None:
             raise RuntimeError("another event loop is running in this thread")
 
-    def _run(self, max_events: int | None = None) -> None:
+    def _run(self, max_events: int = sys.maxsize) -> None:
         """Run until stopped, or nothing is left to do, or `max_events` have passed."""
         hooks = sys.get_asyncgen_hooks()
         sys.set_asyncgen_hooks(firstiter=self._generator_started, finalizer=self._generator_dropped)
         asyncio._set_running_loop(self)
         self._running, self._stopping = True, False
         try:
-            if max_events is None:
-                self._drain()
-            else:
-                for _ in range(max_events):
-                    if self._stopping or not (self._ready or self._advance()):
-                        break
-                    self._run_handle(self._ready.popleft())
+            self._run_events(max_events)
         finally:
             self._running = False
             asyncio._set_running_loop(None)
             sys.set_asyncgen_hooks(*hooks)
 
-    def _drain(self) -> None:
-        """The inner loop, written for speed: `_run_handle` inlined."""
+    def _run_events(self, max_events: int) -> None:
         ready = self._ready
-        while not self._stopping:
-            if not ready and not self._advance():
+        for _ in itertools.repeat(None, max_events):
+            if self._stopping or not (ready or self._advance()):
                 return
             handle = ready.popleft()
             callback = handle._callback
@@ -309,17 +258,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                 callback(*handle._args)
             else:
                 handle._context.run(callback, *handle._args)
-
-    def _run_handle(self, handle: _Handle) -> None:
-        callback = handle._callback
-        if callback is None:
-            self._num_cancelled -= handle._when >= 0
-            return
-        handle._callback = None
-        if handle._context is None:
-            callback(*handle._args)
-        else:
-            handle._context.run(callback, *handle._args)
 
     def _advance(self) -> bool:
         """Fill the empty ready queue; jump to the next timer where this instant is over."""

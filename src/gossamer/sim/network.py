@@ -2,8 +2,7 @@
 
 Every worker has a full-duplex link: an upload and a download capacity. A pair of workers can have
 a narrower path, and latency. Whenever a transfer starts or ends, or a link goes down or comes
-back, all rates are planned anew by progressive filling (D. Bertsekas and R. Gallager, "Data
-Networks", 2nd ed. 1992, section 6.5.2), once per instant of virtual time.
+back, all rates are planned anew, once per instant of virtual time.
 
 All arithmetic is in integers: time in nanoseconds, rates in millionths of a byte per second, and
 what is left of a transfer in units of rate times time. So results are exact, do not depend on the
@@ -14,35 +13,23 @@ a snapshot can be taken at any instant without disturbing the run.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import Callable, Iterable
 from typing import Literal, Self
 
-import numpy as np
 from pydantic import Field, model_validator
 
 from gossamer.comm.context import Tag
-from gossamer.errors import (
-    CollectiveFailed,
-    CommError,
-    ConfigError,
-    LinkFailed,
-    OutOfSync,
-    PayloadCorrupt,
-    PeerLost,
-    TimedOut,
-    check,
-)
+from gossamer.errors import CommError, ConfigError, LinkFailed, PayloadCorrupt, check
 from gossamer.settings import Settings
 from gossamer.sim.clock import VirtualLoop, to_ns
 from gossamer.sim.faults import FaultPlan, happens
+from gossamer.sim.flow import RATE_PER_BYTE_PER_S, WORK_PER_BYTE, Flow, FlowState
+from gossamer.sim.sharing import max_min_rates
 from gossamer.units import Duration, Rate
 
-_RATE_PER_BYTE_PER_S = 1_000_000
-_WORK_PER_BYTE = _RATE_PER_BYTE_PER_S * 1_000_000_000  # work = rate * nanoseconds
+__all__ = ["Flow", "Network", "PairLink", "SimNetwork", "WorkerLink"]
+
 _BANDWIDTH_MAX = 1e12  # bytes per second; keeps rates within 64 bits
-_VECTORISE_ABOVE = 48  # flows; below, plain Python is faster than numpy
 
 # ---------------------------------------------------------------------------------------- settings
 
@@ -144,152 +131,6 @@ class Network(Settings):
                 )
 
 
-# ------------------------------------------------------------------------------------------- flows
-
-
-class _State(Enum):
-    NEW = "new"
-    ACTIVE = "active"  # holds a share of its links, which may be nothing
-    ARRIVING = "arriving"  # through or failed; `on_done` follows after the latency
-    DONE = "done"
-
-
-@dataclass(slots=True, eq=False)
-class Flow:
-    """One transfer.
-
-    Args:
-        src, dst: the workers at its ends, different ones.
-        num_bytes: what is charged, 0 or more.
-        tag: what it is; part of the key of its failure draws.
-        on_done: called once at the receiver's time, with None or with what went wrong.
-        subject_to_failure: whether failures and corruption are drawn for it.
-        control: a control message, which failure unit "worker" strikes along with the payloads.
-    """
-
-    src: int
-    dst: int
-    num_bytes: int
-    tag: Tag
-    on_done: Callable[[Flow, CommError | None], None]
-    subject_to_failure: bool = True
-    control: bool = False
-    state: _State = field(default=_State.NEW, init=False)
-    started_ns: int = field(default=-1, init=False)
-    updated_ns: int = field(default=-1, init=False)  # when `remaining` was last brought up to date
-    remaining: int = field(default=0, init=False)  # work that was left then
-    rate: int = field(default=0, init=False)  # since then
-    stalled_ns: int = field(default=-1, init=False)  # since when its rate is 0; -1: it moves
-    due_ns: int = field(default=-1, init=False)  # when it is through or given up; -1: not planned
-    arrives_ns: int = field(default=-1, init=False)  # when `on_done` is called
-    error: CommError | None = field(default=None, init=False)
-    _links: tuple[int, ...] = field(default=(), init=False)
-
-    def order(self) -> tuple[int, int, int, Tag, int]:
-        """Sorts flows by what they are, not by when they were listed."""
-        return (self.src, self.dst, self.started_ns, self.tag, self.num_bytes)
-
-    @property
-    def rate_bytes_per_s(self) -> float:
-        """Current share of the links."""
-        return self.rate / _RATE_PER_BYTE_PER_S
-
-    def bytes_left(self, now_ns: int) -> float:
-        """Bytes that have not left the sender at `now_ns`."""
-        return (self.remaining - self.rate * (now_ns - self.updated_ns)) / _WORK_PER_BYTE
-
-    def snapshot(self) -> dict[str, int | str]:
-        """All that `SimNetwork.restore` needs beside the constructor's arguments; for JSON."""
-        state: dict[str, int | str] = {name: getattr(self, name) for name in _SAVED_INTS}
-        state["state"] = self.state.value
-        if self.error is not None:
-            state["error"] = type(self.error).__name__
-            state["message"] = str(self.error)
-        return state
-
-    def _load(self, snapshot: dict[str, int | str]) -> None:
-        for name in _SAVED_INTS:
-            setattr(self, name, int(snapshot[name]))
-        self.state = _State(snapshot["state"])
-        if "error" in snapshot:
-            kinds = {kind.__name__: kind for kind in _SAVED_ERRORS}
-            self.error = kinds[str(snapshot["error"])](str(snapshot["message"]))
-
-
-_SAVED_INTS = ("started_ns", "updated_ns", "remaining", "rate", "stalled_ns", "due_ns",
-               "arrives_ns")  # fmt: skip
-_SAVED_ERRORS: tuple[type[CommError], ...] = (
-    CommError, LinkFailed, PayloadCorrupt, PeerLost, TimedOut, CollectiveFailed, OutOfSync,
-)  # fmt: skip
-
-
-# --------------------------------------------------------------------------------- max-min fairness
-
-
-def max_min_rates(links: Sequence[tuple[int, ...]], capacity: Sequence[int]) -> list[int]:
-    """Max-min fair integer rates by progressive filling.
-
-    Args:
-        links: per flow, the indices of the links that it uses (at least one).
-        capacity: per link.
-
-    All rates rise together until a link is full; its flows keep what they have, the others go on.
-    Shares are rounded down, so a link can keep up to (number of its flows - 1) units unused.
-    """
-    if len(links) > _VECTORISE_ABOVE:
-        return _max_min_rates_vectorised(links, capacity)
-    return _max_min_rates_scalar(links, capacity)
-
-
-def _max_min_rates_scalar(links: Sequence[tuple[int, ...]], capacity: Sequence[int]) -> list[int]:
-    count: dict[int, int] = {}
-    for used in links:
-        for link in used:
-            count[link] = count.get(link, 0) + 1
-    left = {link: capacity[link] for link in count}
-    rates = [0] * len(links)
-    rising = list(range(len(links)))
-    while rising:
-        shares = {link: left[link] // count[link] for link in count}
-        level = min(shares.values())
-        still_rising = []
-        for flow in rising:
-            if all(shares[link] > level for link in links[flow]):
-                still_rising.append(flow)
-                continue
-            rates[flow] = level
-            for link in links[flow]:
-                left[link] -= level
-                count[link] -= 1
-        rising = still_rising
-        count = {link: number for link, number in count.items() if number}
-    return rates
-
-
-def _max_min_rates_vectorised(
-    links: Sequence[tuple[int, ...]], capacity: Sequence[int]
-) -> list[int]:
-    num_links, width = len(capacity), max(map(len, links))
-    nowhere = num_links  # pads the flows that use fewer links
-    padded = [used + (nowhere,) * (width - len(used)) for used in links]
-    links_FK = np.array(padded, dtype=np.int64)  # flows x links of a flow
-    left = np.array([*capacity, 0], dtype=np.int64)
-    rates = np.zeros(len(links), dtype=np.int64)
-    rising = np.arange(len(links))
-    while rising.size:
-        count = np.bincount(links_FK[rising].ravel(), minlength=num_links + 1)
-        count[nowhere] = 0
-        shares = np.where(count > 0, left // np.maximum(count, 1), np.iinfo(np.int64).max)
-        level = shares.min()
-        full = (shares == level)[links_FK[rising]].any(axis=1)
-        settled = rising[full]
-        rates[settled] = level
-        left -= level * np.bincount(links_FK[settled].ravel(), minlength=num_links + 1)
-        rising = rising[~full]
-    result: list[int] = rates.tolist()
-    return result
-
-
 # ----------------------------------------------------------------------------------------- network
 
 _Arrival = tuple[int, tuple[int, int, int, Tag, int], int, Flow]
@@ -355,37 +196,37 @@ class SimNetwork:
     def estimate_ns(self, src: int, dst: int, num_bytes: int) -> int:
         """Time of a transfer that shares its links with nobody, latency included."""
         rate = min(self._capacity[link] for link in self._links_of(src, dst))
-        return -(-num_bytes * _WORK_PER_BYTE // rate) + self.latency_ns(src, dst)
+        return -(-num_bytes * WORK_PER_BYTE // rate) + self.latency_ns(src, dst)
 
     def active_flows(self) -> list[Flow]:
         """Flows whose `on_done` is still to come, in an order of their content."""
-        arriving = [entry[3] for entry in self._arrivals if entry[3].state is _State.ARRIVING]
+        arriving = [entry[3] for entry in self._arrivals if entry[3].state is FlowState.ARRIVING]
         return sorted([*self._active, *arriving], key=Flow.order)
 
     # ----------------------------------------------------------------------------------- actions
 
     def start(self, flow: Flow) -> None:
         """Begin a transfer; `flow.on_done` is called from the loop, never from within `start`."""
-        check(flow.state is _State.NEW, f"a flow can be started once only: {flow}")
+        check(flow.state is FlowState.NEW, f"a flow can be started once only: {flow}")
         check(flow.src != flow.dst, f"worker {flow.src} sends to itself")
         check(flow.num_bytes >= 0, f"a flow has {flow.num_bytes} bytes")
-        flow.state = _State.ACTIVE
+        flow.state = FlowState.ACTIVE
         flow.started_ns = flow.updated_ns = self._loop.time_ns()
-        flow.remaining = flow.num_bytes * _WORK_PER_BYTE
+        flow.remaining = flow.num_bytes * WORK_PER_BYTE
         self._join(flow)
         self._request_plan()
 
     def cancel(self, flow: Flow) -> None:
         """Give a flow up without a word; no effect once it is done."""
-        if flow.state is _State.ACTIVE:
+        if flow.state is FlowState.ACTIVE:
             del self._active[flow]
             self._request_plan()
-        flow.state = _State.DONE
+        flow.state = FlowState.DONE
 
     def abort(self, worker: int, error: CommError) -> None:
         """End all flows from and to `worker` now; `on_done` tells `error` after the latency."""
         for _, _, _, flow in self._arrivals:
-            if flow.state is _State.ARRIVING and worker in (flow.src, flow.dst):
+            if flow.state is FlowState.ARRIVING and worker in (flow.src, flow.dst):
                 flow.error = flow.error or error
         for flow in list(self._active):
             if worker in (flow.src, flow.dst):
@@ -395,12 +236,12 @@ class SimNetwork:
     def restore(self, flows: Iterable[tuple[Flow, dict[str, int | str]]]) -> None:
         """Take up flows from their snapshots; the clock shows the time when these were taken."""
         for flow, snapshot in flows:
-            check(flow.state is _State.NEW, "only a new flow can be restored")
-            flow._load(snapshot)
-            if flow.state is _State.ACTIVE:
+            check(flow.state is FlowState.NEW, "only a new flow can be restored")
+            flow.load(snapshot)
+            if flow.state is FlowState.ACTIVE:
                 self._join(flow)
             else:
-                check(flow.state is _State.ARRIVING, "a flow that is done cannot be restored")
+                check(flow.state is FlowState.ARRIVING, "a flow that is done cannot be restored")
                 self._push_arrival(flow)
         self._next_due_ns = min((f.due_ns for f in self._active if f.due_ns >= 0), default=None)
         self._arm()
@@ -410,7 +251,7 @@ class SimNetwork:
     # ---------------------------------------------------------------------------------- planning
 
     def _join(self, flow: Flow) -> None:
-        flow._links = self._links_of(flow.src, flow.dst)
+        flow.links = self._links_of(flow.src, flow.dst)
         self._active[flow] = None
 
     def _links_of(self, src: int, dst: int) -> tuple[int, ...]:
@@ -436,7 +277,7 @@ class SimNetwork:
                 self._end(flow, None)
             else:
                 moving.append(flow)
-        rates = max_min_rates([flow._links for flow in moving], self._capacity)
+        rates = max_min_rates([flow.links for flow in moving], self._capacity)
         for flow, rate in zip(moving, rates, strict=True):
             if flow.rate != rate or flow.due_ns < 0:
                 self._set_rate(flow, rate, now_ns)
@@ -497,8 +338,8 @@ class SimNetwork:
             self._request_plan()
         while self._arrivals and self._arrivals[0][0] <= now_ns:
             flow = heapq.heappop(self._arrivals)[3]
-            if flow.state is _State.ARRIVING:
-                flow.state = _State.DONE
+            if flow.state is FlowState.ARRIVING:
+                flow.state = FlowState.DONE
                 self.bytes_delivered += flow.num_bytes if flow.error is None else 0
                 flow.on_done(flow, flow.error)
         if not self._plan_requested:
@@ -518,7 +359,7 @@ class SimNetwork:
         now_ns = self._loop.time_ns()
         flow.error = self._draw_error(flow) if error is None else error
         flow.remaining, flow.rate, flow.updated_ns = 0, 0, now_ns
-        flow.state = _State.ARRIVING
+        flow.state = FlowState.ARRIVING
         flow.arrives_ns = now_ns + self.latency_ns(flow.src, flow.dst)
         self._push_arrival(flow)
 
@@ -566,7 +407,7 @@ def _capacities(
 
     def capacity(*choices: float | None) -> int:
         bytes_per_s = next(choice for choice in choices if choice is not None)
-        return max(1, round(bytes_per_s)) * _RATE_PER_BYTE_PER_S
+        return max(1, round(bytes_per_s)) * RATE_PER_BYTE_PER_S
 
     common = settings.bandwidth
     uploads = [capacity(settings.upload, common)] * num_workers
