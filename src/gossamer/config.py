@@ -7,7 +7,7 @@ A recipe is refused as a whole and early: `load_recipe` finds every fault of spe
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -232,7 +232,9 @@ def prepare(recipe: Recipe) -> Prepared:
     with torch.device("meta"):
         layout = ParameterLayout.of(task.build())
     recipe.method.validate_for(layout, workers)
-    FaultPlan(recipe.faults, workers, recipe.seed)
+    recipe.network.validate_for(workers)
+    recipe.timing.validate_for(workers)
+    FaultPlan(recipe.faults, workers, recipe.seed)  # refuses faults of workers that are not there
     reason = recipe.method.needs_numerics()
     if recipe.run.numerics == "none" and reason is not None:
         raise ConfigError(f'run.numerics = "none" does not suit {recipe.method.name}: {reason}')
@@ -329,17 +331,15 @@ def _refuse_unknown_keys(values: Mapping[str, Any]) -> None:
     known |= {name: list(kind.model_fields) for name, kind in _SECTIONS.items()}
     method_name = _name_in(values, "method")
     kind = METHODS.get(PRESETS.get(method_name, (method_name, {}))[0])
-    if kind is not None:
-        known["method"] = ["name", *kind.model_fields]
-    dotted = [f"{s}.{key}" for s, keys in known.items() for key in keys]
+    known["method"] = ["name", *kind.model_fields] if kind is not None else []
     for name, section in values.items():
-        if name != "method" and name not in known:
-            raise ConfigError(_unknown(name, [*known, "method"], dotted))
-        for key in section if isinstance(section, Mapping) and name in known else ():
+        if name not in known:
+            raise ConfigError(_unknown(name, known, known))
+        if not isinstance(section, Mapping) or (name == "method" and kind is None):
+            continue  # refused later: no table, or an unknown method
+        for key in section:
             if key not in known[name]:
-                raise ConfigError(
-                    _unknown(f"{name}.{key}", [f"{name}.{k}" for k in known[name]], dotted)
-                )
+                raise ConfigError(_unknown(f"{name}.{key}", known[name], known))
 
 
 def _refuse_unknown_method_keys(name: str, kind: type[Method], given: Mapping[str, Any]) -> None:
@@ -354,13 +354,13 @@ def _name_in(values: Mapping[str, Any], section: str) -> str:
     return str(table.get("name", "text")) if isinstance(table, Mapping) else "text"
 
 
-def _unknown(key: str, siblings: Sequence[str], everywhere: Sequence[str]) -> str:
-    """The refusal of an unknown key: the nearest sibling, or the same name in another section."""
-    last = key.rpartition(".")[2]
-    namesakes = [name for name in everywhere if name.rpartition(".")[2] == last]
-    hint = nearest(key, siblings)
-    if namesakes and not hint.startswith("did you mean"):
-        hint = f"did you mean {namesakes[0]!r}?"
+def _unknown(key: str, siblings: Iterable[str], known: Mapping[str, Sequence[str]]) -> str:
+    """The refusal of an unknown key: the same name in another section, else the nearest sibling."""
+    section, dot, last = key.rpartition(".")
+    homes = [name for name, keys in known.items() if last in keys]
+    if homes:
+        return f"{key}: unknown setting; did you mean '{homes[0]}.{last}'?"
+    hint = nearest(last, siblings).replace("did you mean '", f"did you mean '{section}{dot}")
     return f"{key}: unknown setting; {hint}"
 
 

@@ -95,17 +95,15 @@ def _describe(kind: Any) -> dict[str, Any]:
 def _facts() -> dict[str, Any]:
     import torch
 
-    from gossamer import __version__
-
     return {
-        "gossamer": __version__,
+        "gossamer": _version_of("gossamer"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": platform.platform(),
         "cores": os.cpu_count(),
         "torch threads": torch.get_num_threads(),
         "memory": _memory(),
-        "matplotlib": _version_of("matplotlib"),
+        "matplotlib (pictures)": _version_of("matplotlib"),
     }
 
 
@@ -115,7 +113,7 @@ def _version_of(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return "not installed (only `gossamer report` needs it: gossamer[plot])"
+        return "not installed"
 
 
 def _memory() -> str:

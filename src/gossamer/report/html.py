@@ -29,7 +29,8 @@ def page(
 ) -> str:
     """HTML that needs no other file."""
     columns = shown_columns(rows)
-    head = "".join(f"<th>{escape(text)}</th>" for text in ["method", *(c.heading for c in columns)])
+    headings = ["method", *(" ".join(c.heading.replace("-\n", "").split()) for c in columns)]
+    head = "".join(f"<th>{escape(text)}</th>" for text in headings)
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells(row, columns)) + "</tr>\n"
         for row in rows

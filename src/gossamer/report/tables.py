@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -25,14 +26,14 @@ class Column:
 
 
 COLUMNS = (
-    Column("eval loss", "eval_loss", lambda v: f"{v:.4f}"),
+    Column("eval\nloss", "eval_loss", lambda v: f"{v:.4f}"),
     Column("perplexity", "eval_perplexity", lambda v: f"{v:.2f}"),
     Column("accuracy", "eval_accuracy", lambda v: f"{v:.1%}"),
-    Column("utilisation", "utilization", lambda v: f"{v:.1%}"),
-    Column("virtual hours", "time_s", lambda v: f"{v / 3600:.3g}"),
-    Column("GB sent / worker", "bytes_sent", lambda v: f"{v / 1e9:.3g}"),
-    Column("consensus L2", "consensus_l2", lambda v: f"{v:.3g}"),
-    Column("JS distance", "js_distance", lambda v: f"{v:.4f}"),
+    Column("util-\nisation", "utilization", lambda v: f"{v:.1%}"),
+    Column("virtual\nhours", "time_s", lambda v: f"{v / 3600:.3g}"),
+    Column("GB sent\n/ worker", "bytes_sent", lambda v: f"{v / 1e9:.3g}"),
+    Column("consensus\nL2", "consensus_l2", lambda v: f"{v:.3g}"),
+    Column("JS\ndistance", "js_distance", lambda v: f"{v:.4f}"),
     Column("failed", "failed_transfers", lambda v: f"{v:.0f}", only_if_nonzero=True),
     Column("retries", "retries", lambda v: f"{v:.0f}", only_if_nonzero=True),
 )
@@ -58,10 +59,18 @@ def cells(row: Row, columns: Sequence[Column]) -> list[str]:
 def comparison_table(rows: Sequence[Row]) -> Table:
     """One row a run."""
     columns = shown_columns(rows)
-    table = Table(title=_setting(rows), title_justify="left", title_style="italic")
-    table.add_column("method", overflow="fold")
+    table = Table(
+        title=_setting(rows),
+        title_justify="left",
+        title_style="italic",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        collapse_padding=True,  # 80 columns hold it all
+    )
+    table.add_column("method", overflow="fold", min_width=8, vertical="bottom")
     for column in columns:
-        table.add_column(column.heading, justify="right")
+        table.add_column(column.heading, justify="right", no_wrap=True, vertical="bottom")
     for row in rows:
         table.add_row(*cells(row, columns))
     return table
@@ -69,7 +78,13 @@ def comparison_table(rows: Sequence[Row]) -> Table:
 
 def fields_table(title: str, fields: Mapping[str, str]) -> Table:
     """Two columns, a name and its value."""
-    table = Table(title=title, show_header=False, title_justify="left", title_style="italic")
+    table = Table(
+        title=title,
+        show_header=False,
+        title_justify="left",
+        title_style="italic",
+        box=box.SIMPLE,
+    )
     table.add_column(overflow="fold")
     table.add_column(overflow="fold")
     for name, value in fields.items():
