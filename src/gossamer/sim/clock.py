@@ -50,6 +50,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._tasks: dict[asyncio.Task[Any], None] = {}  # unfinished, in the order of their start
         self._num_tasks = 0
         self._failed: list[asyncio.Future[Any]] = []  # finished with an error, perhaps not awaited
+        self._interrupt: BaseException | None = None  # the last one that left the loop
         self._lost: list[BaseException] = []  # reported by futures that were dropped unread
         self._generators: weakref.WeakValueDictionary[int, AsyncGenerator[Any, Any]] = (
             weakref.WeakValueDictionary()
@@ -238,6 +239,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._running, self._stopping = True, False
         try:
             self._run_events(max_events)
+        except (KeyboardInterrupt, SystemExit) as interrupt:
+            self._interrupt = interrupt
+            raise
         finally:
             self._running = False
             asyncio._set_running_loop(None)
@@ -324,6 +328,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def _cancel_tasks(self) -> list[BaseException]:
         """Cancel all tasks and let them end; the errors that this brought up."""
+        known = self._interrupt
         for _ in range(3):  # a task may start others, or swallow the first cancellation
             if not self._tasks:
                 break
@@ -331,8 +336,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                 task.cancel()
             events = 0
             while self._tasks and self._has_events() and events < _TEARDOWN_EVENTS_MAX:
-                self._run(max_events=64)
                 events += 64
+                try:
+                    self._run(max_events=64)
+                except (KeyboardInterrupt, SystemExit) as interrupt:
+                    if interrupt is not known:  # the known one passes on to those who await it
+                        raise
         errors = self._take_lost()
         for task in self._tasks:
             task._log_destroy_pending = False  # type: ignore[attr-defined]  # said here instead
