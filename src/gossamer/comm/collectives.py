@@ -270,16 +270,16 @@ async def _share_results(
     async with ctx.task_group() as tasks:
         for peer in ring:
             if peer in survivors and peer != ctx.worker:
-                tasks.start(_send_until_delivered(ctx, peer, tag, mean, exact))
+                tasks.start(send_until_delivered(ctx, peer, tag, mean, exact))
         for peer in ring:
             if peer in survivors and peer != ctx.worker:
-                result = await _recv_until_delivered(ctx, peer, tag)
+                result = await recv_until_delivered(ctx, peer, tag)
                 if result is not None:
                     chunks[workers.index(peer)].copy_(result)
     chunks[rank].copy_(mean)
 
 
-async def _send_until_delivered(
+async def send_until_delivered(
     ctx: Context, dst: int, tag: Tag, payload: Tensor, exact: bool
 ) -> None:
     """Send again while the link loses it; give up where the peer itself is gone."""
@@ -295,8 +295,8 @@ async def _send_until_delivered(
     ctx.record("results_lost", 1.0)
 
 
-async def _recv_until_delivered(ctx: Context, src: int, tag: Tag) -> Tensor | None:
-    """The other end of `_send_until_delivered`; None where nothing came at all."""
+async def recv_until_delivered(ctx: Context, src: int, tag: Tag) -> Tensor | None:
+    """The other end of `send_until_delivered`; None where nothing came at all."""
     for attempt in range(RESENDS_MAX):
         try:
             return await ctx.recv(src, replace(tag, attempt=tag.attempt + attempt))

@@ -113,21 +113,22 @@ class RMSNorm(nn.Module):
 
 
 def rotation(length: int, width: int, theta: float, device: torch.device) -> Tensor:
-    """Cosines and sines of the rotary angles, fp32 [2, length, width / 2].
+    """Cosines and signed sines of the rotary angles, fp32 [2, length, 1, width].
 
-    Position t turns pair i by the angle t * theta^(-2i / width).
+    Position t turns the pair (i, i + width / 2) by the angle t * theta^(-2i / width).
     """
     pairs = torch.arange(0, width, 2, dtype=torch.float64, device=device)
     positions = torch.arange(length, dtype=torch.float64, device=device)
     angles = torch.outer(positions, theta ** (-pairs / width))
-    return torch.stack((angles.cos(), angles.sin())).float()
+    cos, sin = angles.cos(), angles.sin()
+    table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
+    return table.float().unsqueeze(-2)
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Turn the pairs (i, i + E/2) of each head, x [B, heads, T, E], by `table` [2, T, E/2]."""
-    first, second = x.chunk(2, dim=-1)
+    """Turn the pairs (i, i + E/2) of each head, x [B, T, heads, E], by `table` [2, T, 1, E]."""
     cos, sin = table
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
 class Attention(nn.Module):
@@ -146,14 +147,13 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         B, T, D = x.shape
         heads = (B, T, -1, self.head_dim)
-        query = rotate(self.query(x).view(heads).transpose(1, 2), table)  # [B, N, T, E]
-        key = rotate(self.key(x).view(heads).transpose(1, 2), table)  # [B, K, T, E]
+        query = rotate(self.query(x).view(heads), table).transpose(1, 2)  # [B, N, T, E]
+        key = rotate(self.key(x).view(heads), table).transpose(1, 2)  # [B, K, T, E]
         value = self.value(x).view(heads).transpose(1, 2)  # [B, K, T, E]
-        repeats = self.num_heads // self.num_kv_heads
-        if repeats > 1:  # query head n reads key/value head n // repeats
-            key = key.repeat_interleave(repeats, dim=1)
-            value = value.repeat_interleave(repeats, dim=1)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        # Query head n reads key/value head n // (N / K).
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=self.num_kv_heads < self.num_heads
+        )
         return self.output(mixed.transpose(1, 2).reshape(B, T, D))  # type: ignore[no-any-return]
 
 

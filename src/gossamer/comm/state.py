@@ -1,0 +1,29 @@
+"""A method's state as named tensors and plain values: for checkpoints and for joiners."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from gossamer.comm.context import MethodState
+
+S = TypeVar("S", bound=MethodState)
+
+
+def state_tensors(state: MethodState) -> dict[str, Tensor]:
+    """The fields that are tensors, in order; not copies."""
+    fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
+    return {name: value for name, value in fields.items() if isinstance(value, Tensor)}
+
+
+def state_scalars(state: MethodState) -> dict[str, Any]:
+    """The fields that are plain values."""
+    fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
+    return {name: value for name, value in fields.items() if not isinstance(value, Tensor)}
+
+
+def with_tensors(kind: type[S], tensors: dict[str, Tensor], scalars: dict[str, Any]) -> S:
+    """A state of `kind` from what the two functions above gave."""
+    return kind(**tensors, **scalars)

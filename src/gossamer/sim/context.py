@@ -1,0 +1,229 @@
+"""One simulated worker's `Context`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gossamer.comm.context import MethodState, Round, Tag, TrainReport
+from gossamer.comm.tasks import TaskGroup
+from gossamer.errors import CommError
+from gossamer.seeding import torch_stream
+from gossamer.sim.clock import sleep_until_ns
+from gossamer.sim.post import Message
+from gossamer.training.replica import Replica
+
+if TYPE_CHECKING:
+    from gossamer.sim.world import World
+
+FORWARD_SHARE = 1 / 3  # of an inner step: a backward pass costs about two forward ones
+
+
+@dataclass(slots=True)
+class WorkerStats:
+    """What a worker has done so far; times in nanoseconds of virtual time."""
+
+    alive_since_ns: int | None = None
+    alive_ns: int = 0  # of earlier lives
+    train_ns: int = 0
+    finished_ns: int | None = None
+    failed_transfers: int = 0
+    samples: int = 0
+    records: dict[str, list[float]] = field(default_factory=dict)  # name: [count, sum]
+
+
+class SimContext:
+    """The narrow waist of one simulated worker. See `gossamer.comm.context.Context`."""
+
+    def __init__(self, world: World, worker: int, replica: Replica, stats: WorkerStats) -> None:
+        self._world, self._worker, self._replica = world, worker, replica
+        self.stats = stats
+        self.round_index = 0
+        self.skip_boundary = False  # a resumed worker has its boundary behind it
+        self.last_progress_ns = world.loop.time_ns()
+        self.training = False
+        self._loss_sum, self._loss_steps = 0.0, 0
+
+    @property
+    def worker(self) -> int:
+        return self._worker
+
+    @property
+    def num_workers(self) -> int:
+        return self._world.num_workers
+
+    @property
+    def num_rounds(self) -> int:
+        return self._world.num_rounds
+
+    @property
+    def seed(self) -> int:
+        return self._world.seed
+
+    @property
+    def deadline(self) -> float:
+        return self._world.deadline_s
+
+    @property
+    def replica(self) -> Replica:
+        return self._replica
+
+    def now(self) -> float:
+        return self._world.loop.time()
+
+    def rng(self, name: str) -> torch.Generator:
+        return torch_stream(self.seed, "method", name, self._worker, self.round_index)
+
+    def rounds(self, state: MethodState) -> AsyncIterator[Round]:
+        return _Rounds(self, state)
+
+    def planned_round(self, round_index: int) -> Round:
+        """The round with the members that were decided when it started."""
+        return Round(round_index, self._world.members.planned(round_index))
+
+    def refresh_members(self, round_: Round) -> Round:
+        self._world.expire_leases()
+        return Round(round_.index, self._world.members.present(round_.index))
+
+    def send(self, dst: int, tag: Tag, payload: Tensor, *, exact: bool = False) -> Message:
+        num_bytes = self._world.charged_bytes(payload, exact)
+        self._world.ledger.add(tag.round_index, tag.kind, self._worker, dst, num_bytes)
+        if tag.kind != "join":  # a donor's background work, which is in no order with its own
+            self._trace("send", dst, tag, num_bytes)
+        return self._world.post.send(self._worker, dst, tag, payload, num_bytes, exact)
+
+    async def recv(self, src: int, tag: Tag, *, timeout: float | None = None) -> Tensor:
+        wait_s = self.deadline if timeout is None else timeout
+        try:
+            payload = await self._world.post.recv(self._worker, src, tag, wait_s)
+        except CommError as error:
+            await self._resume()
+            self.stats.failed_transfers += 1
+            if tag.kind != "join":
+                self._trace("lost", src, tag, type(error).__name__)
+            raise
+        await self._resume()
+        if tag.kind != "join":
+            self._trace("recv", src, tag, "")
+        return payload
+
+    async def _resume(self) -> None:
+        """Come back from waiting: a frozen process does so only when it thaws."""
+        now = self._world.loop.time_ns()
+        until = self._world.plan.frozen_until(self._worker, now)
+        if until > now:
+            await sleep_until_ns(until)
+        self.last_progress_ns = self._world.loop.time_ns()
+
+    async def _compute(self, num_steps: int) -> None:
+        """Let the time of inner steps pass."""
+        world, worker = self._world, self._worker
+        start = world.loop.time_ns()
+        end = world.compute.finish_ns(worker, start, self._replica.steps_completed, num_steps)
+        self.training = True
+        try:
+            await sleep_until_ns(end)
+        finally:
+            self.training = False
+        frozen = world.plan.windows("hang", worker, start, end)
+        self.stats.train_ns += end - start
+        for window in frozen:
+            self.stats.train_ns -= min(end, window.end_ns) - max(start, window.start_ns)
+        self.last_progress_ns = end
+
+    async def train(self, num_steps: int) -> TrainReport:
+        await self._compute(num_steps)
+        # The numerics happen when their time has passed: until then the rows hold what they held
+        # at the round's start, which is what measurements look at.
+        self._world.before_write(self._worker)
+        report = self._world.engine.train(self._replica, num_steps)
+        self._count(report)
+        self._world.after_train(self)
+        return report
+
+    async def gradient(self) -> Tensor:
+        await self._compute(1)
+        gradient, loss = self._world.engine.gradient(self._replica)
+        self._count(TrainReport(1, loss, self._world.engine.units_per_batch))
+        return gradient
+
+    def apply_gradient(self, gradient: Tensor) -> None:
+        self._world.before_write(self._worker)
+        self._world.engine.apply_gradient(self._replica, gradient)
+
+    def _count(self, report: TrainReport) -> None:
+        self._loss_sum += report.loss * report.num_steps
+        self._loss_steps += report.num_steps
+        self.stats.samples += report.num_samples
+        self._trace("train", self._replica.steps_completed, "", report.loss.hex())
+        self._world.listener.on_steps(report.num_steps)
+
+    def take_loss(self) -> float | None:
+        """Mean training loss since last asked."""
+        mean = self._loss_sum / self._loss_steps if self._loss_steps else None
+        self._loss_sum, self._loss_steps = 0.0, 0
+        return mean
+
+    async def predict(self) -> Tensor:
+        world = self._world
+        start = world.loop.time_ns()
+        end = world.compute.finish_ns_of(
+            self._worker, start, world.timing.step_time * FORWARD_SHARE
+        )
+        await sleep_until_ns(end)
+        await self._resume()
+        replica = self._replica
+        return world.engine.predict(replica.parameters, replica.buffers, replica.counters)
+
+    def task_group(self) -> TaskGroup:
+        return TaskGroup()
+
+    async def checkpoint(self, state: MethodState) -> None:
+        if self.skip_boundary:
+            self.skip_boundary = False
+            return
+        self.round_index = state.rounds_completed
+        self._trace("boundary", state.rounds_completed, "", "")
+        self._world.post.begin_round(self._worker, state.rounds_completed)
+        self._world.at_boundary(self, state)
+
+    def record(self, name: str, value: float) -> None:
+        cell = self.stats.records.setdefault(name, [0.0, 0.0])
+        cell[0] += 1
+        cell[1] += value
+        self._world.record(self.round_index, name, value)
+
+    def _trace(self, event: str, first: object, tag: object, last: object) -> None:
+        text = (
+            f"{tag.kind} {tag.round_index}.{tag.step}.{tag.phase}.{tag.part}.{tag.attempt}"
+            if isinstance(tag, Tag)
+            else ""
+        )
+        self._world.trace.add(
+            self._world.loop.time_ns(), self._worker, f"{event:<8} {first} {text} {last}"
+        )
+
+
+class _Rounds:
+    """Iterates over a method's rounds; see `Context.rounds`. Not a generator, so that a method that
+    is cancelled leaves nothing behind."""
+
+    def __init__(self, ctx: SimContext, state: MethodState) -> None:
+        self._ctx, self._state = ctx, state
+        self._inside = False
+
+    def __aiter__(self) -> _Rounds:
+        return self
+
+    async def __anext__(self) -> Round:
+        if self._inside:
+            self._state.rounds_completed += 1
+        self._inside = True
+        await self._ctx.checkpoint(self._state)
+        if self._state.rounds_completed >= self._ctx.num_rounds:
+            raise StopAsyncIteration
+        return self._ctx.planned_round(self._state.rounds_completed)

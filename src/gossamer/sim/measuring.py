@@ -1,0 +1,60 @@
+"""What a finished boundary is measured by: loss of the averaged model, and disagreement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.measure.consensus import l2_consensus
+from gossamer.measure.divergence import js_distance, js_divergence_mway
+from gossamer.training.engine import Engine
+
+
+def average(vectors: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    """The averaged model: mean of parameters and float buffers, maximum of integer ones."""
+    parameters = vectors[0][0].clone()
+    buffers = vectors[0][1].clone()
+    counters = vectors[0][2].clone()
+    for other in vectors[1:]:
+        parameters.add_(other[0])
+        buffers.add_(other[1])
+        torch.maximum(counters, other[2], out=counters)
+    return parameters.div_(len(vectors)), buffers.div_(len(vectors)), counters
+
+
+def measure_replicas(
+    engine: Engine,
+    vectors: Sequence[tuple[Tensor, Tensor, Tensor]],
+    *,
+    each_worker: bool,
+) -> dict[str, Any]:
+    """Held-out loss and metrics of the averaged model, L2 and JS disagreement of the replicas.
+
+    Args:
+        vectors: (parameters [P], buffers [B], counters [I]) of each worker.
+        each_worker: also evaluate every worker's own model.
+    """
+    report = engine.evaluate(*average(vectors))
+    fields: dict[str, Any] = {
+        "eval_loss": report.loss,
+        "eval_perplexity": _perplexity(engine, report.loss),
+        "eval_accuracy": report.metrics.get("accuracy"),
+        "consensus_l2": l2_consensus(torch.stack([v[0] for v in vectors])),
+        "js_distance": None,
+        "js_divergence_mway": None,
+    }
+    if engine.predicts:
+        predictions = [engine.predict(*v) for v in vectors]
+        fields["js_distance"] = js_distance(predictions) if len(vectors) > 1 else 0.0
+        fields["js_divergence_mway"] = js_divergence_mway(predictions)
+    if each_worker:
+        fields["worker_eval_losses"] = [engine.evaluate(*v).loss for v in vectors]
+    return fields
+
+
+def _perplexity(engine: Engine, loss: float) -> float | None:
+    return math.exp(min(loss, 700.0)) if engine.unit == "tokens" else None

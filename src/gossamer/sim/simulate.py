@@ -1,0 +1,293 @@
+"""`simulate`: one run of one method in the simulated world, from settings to summary."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from gossamer.comm.ledger import Ledger
+from gossamer.errors import ConfigError, GossamerError, Interrupted
+from gossamer.measure.settings import Measure
+from gossamer.methods.base import Method
+from gossamer.sim.checkpoint import load_checkpoint
+from gossamer.sim.compute import Timing
+from gossamer.sim.faults import Faults
+from gossamer.sim.listener import Listener, NullListener, StopFlag
+from gossamer.sim.measuring import average
+from gossamer.sim.network import Network
+from gossamer.sim.world import World, WorldSettings
+from gossamer.training.engine import Engine
+from gossamer.training.settings import Training
+from gossamer.training.task import Prepares, Task
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class SimulationResult:
+    """What a run leaves.
+
+    Args:
+        parameters: [M, P], every worker's parameters after its last outer step (of a worker that
+            was lost, as they were then); on the meta device without numerics.
+        workers: indices of the workers that did the last round.
+        summary: the run in numbers; the keys that every run folder's `summary.json` has.
+        history: rounds, measurements and losses of workers, in order.
+        ledger: every payload byte.
+        averaged: state dict of the averaged model; empty without numerics.
+    """
+
+    parameters: Tensor
+    workers: tuple[int, ...]
+    summary: dict[str, Any]
+    history: list[dict[str, Any]]
+    ledger: Ledger
+    averaged: dict[str, Tensor]
+
+
+def simulate(
+    *,
+    method: Method,
+    task: Task,
+    workers: int | None = None,
+    rounds: int | None = None,
+    seed: int = 0,
+    training: Training | None = None,
+    network: Network | None = None,
+    timing: Timing | None = None,
+    faults: Faults | None = None,
+    measure: Measure | None = None,
+    numerics: Literal["real", "none"] = "real",
+    listener: Listener | None = None,
+    checkpoint_every: int | None = None,
+    checkpoint_dir: Path | None = None,
+    resume: Path | None = None,
+    stop: StopFlag | None = None,
+) -> SimulationResult:
+    """Train with `method` on simulated workers; the same arguments give the same bits.
+
+    Args:
+        method: the method and its hyperparameters, such as `DiLoCo(inner_steps=20)`.
+        task: what is trained; see `gossamer.training.task`.
+        workers, rounds: override those of `training`.
+        training: inner optimizer and schedule.
+        network, timing, faults: the simulated world.
+        measure: what is evaluated, and how often.
+        numerics: "none" puts tensors on the meta device, so that only time passes.
+        listener: hears of progress.
+        checkpoint_every: rounds between checkpoints; None: only when stopped.
+        checkpoint_dir: where they go; None: nowhere.
+        resume: a checkpoint (or the folder of several) of the same settings to go on from.
+        stop: asks the run to save and stop at the next round boundary.
+
+    Raises:
+        ConfigError: the settings do not fit together; nothing was done.
+        Interrupted: `stop` was requested.
+        GossamerError: the run failed; the notes hold the seed, the fault plan and the last events.
+    """
+    given = {k: v for k, v in (("workers", workers), ("rounds", rounds)) if v is not None}
+    training = (training or Training()).model_copy(update=_checked(given))
+    settings = WorldSettings(
+        method=method,
+        num_workers=training.workers,
+        num_rounds=training.rounds,
+        seed=_checked_seed(seed),
+        network=network or Network(),
+        timing=timing or Timing(),
+        faults=faults or Faults(),
+        measure=measure or Measure(),
+        checkpoint_every=checkpoint_every,
+        checkpoint_dir=checkpoint_dir,
+    )
+    real = numerics == "real"
+    _check(settings, numerics, resume)
+    engine = prepare_engine(task, training, method, seed=seed, real=real)
+    method.validate_for(engine.layout, settings.num_workers)
+    if getattr(method, "js_threshold", None) is not None and not engine.predicts:
+        raise ConfigError("method.js_threshold needs a task with predictions")
+    header = _header(settings, training, engine, numerics)
+    saved = load_checkpoint(resume, method.State, header) if resume is not None else None
+    world = World(
+        settings,
+        engine,
+        header=header,
+        listener=listener or NullListener(),
+        stop=stop or StopFlag(),
+        saved=saved,
+    )
+    world.emit("start", {"method": method.name, "workers": settings.num_workers, "seed": seed})
+    try:
+        world.run()
+    except Interrupted:
+        raise
+    except GossamerError as error:
+        _explain(error, world)
+        raise
+    result = _result(world)
+    world.emit("end", {"summary": result.summary})
+    return result
+
+
+def prepare_engine(
+    task: Task, training: Training, method: Method, *, seed: int, real: bool
+) -> Engine:
+    """Tell the task about the run, and build its model. Raises `ConfigError`."""
+    total_steps = training.rounds * method.inner_steps
+    if isinstance(task, Prepares):
+        task.prepare(num_workers=training.workers, seed=seed, num_steps=total_steps)
+    return Engine(task, training, seed=seed, total_steps=total_steps, real=real)
+
+
+def _checked(given: dict[str, int]) -> dict[str, int]:
+    Training(**given)  # model_copy does not validate
+    return given
+
+
+def _checked_seed(seed: int) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ConfigError(f"seed: a whole number, 0 or more, is needed; got {seed!r}")
+    return seed
+
+
+def _check(settings: WorldSettings, numerics: str, resume: Path | None) -> None:
+    """Refuse what cannot run, before anything is built."""
+    if numerics not in ("real", "none"):
+        raise ConfigError(f'numerics: "real" or "none" is needed; got {numerics!r}')
+    settings.network.validate_for(settings.num_workers)
+    settings.timing.validate_for(settings.num_workers)
+    if numerics == "none":
+        why = settings.method.needs_numerics()
+        if why is not None:
+            raise ConfigError(f'run.numerics = "none" is not possible: {why}')
+        if resume is not None or settings.checkpoint_every:
+            raise ConfigError('run.numerics = "none" has nothing to save or to resume')
+
+
+def _header(settings: WorldSettings, training: Training, engine: Engine, numerics: str) -> str:
+    """All that decides the run, as JSON: what a resumed run must agree with, and the trace's root."""
+    return json.dumps(
+        {
+            "seed": settings.seed,
+            "numerics": numerics,
+            "method": {"name": settings.method.name, **settings.method.model_dump(mode="json")},
+            "train": training.model_dump(mode="json"),
+            "network": settings.network.model_dump(mode="json"),
+            "timing": settings.timing.model_dump(mode="json"),
+            "faults": settings.faults.model_dump(mode="json"),
+            "layout": engine.layout.fingerprint(),
+        },
+        sort_keys=True,
+    )
+
+
+def _result(world: World) -> SimulationResult:
+    finished = [w for w, life in enumerate(world.lives) if life.phase == "ended"]
+    averaged: dict[str, Tensor] = {}
+    if world.engine.real:
+        vectors = [
+            (r.parameters, r.buffers, r.counters) for r in (world.replicas[w] for w in finished)
+        ]
+        averaged = world.engine.state_dict(*average(vectors))
+    return SimulationResult(
+        parameters=world.rows,
+        workers=tuple(finished),
+        summary=_summary(world),
+        history=world.history,
+        ledger=world.ledger,
+        averaged=averaged,
+    )
+
+
+def _summary(world: World) -> dict[str, Any]:
+    """The run in numbers; None stands for what was not measured."""
+    rounds = [event for event in world.history if event["kind"] == "round"]
+    measured = [event for event in world.history if event["kind"] == "measure"]
+    last = measured[-1] if measured else {}
+    stats = world.stats
+    finished = [s.finished_ns for s in stats if s.finished_ns is not None]
+    train_s = [s.train_ns / 1e9 for s in stats]
+    alive_s = [_alive_ns(s) / 1e9 for s in stats]
+    total = world.ledger.total()
+    samples = sum(s.samples for s in stats)
+    retries = [s.records.get("retries", [0.0])[0] for s in stats]
+    unit = world.engine.unit
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "method": world.method.name,
+        "world": "sim",
+        "workers": world.num_workers,
+        "rounds": world.num_rounds,
+        "inner_steps": world.method.inner_steps,
+        "parameters": world.engine.layout.numel,
+        "unit": unit,
+        "tokens": samples if unit == "tokens" else None,
+        "samples": samples,
+        "train_loss": rounds[-1]["train_loss"] if rounds else None,
+        "eval_loss": last.get("eval_loss"),
+        "eval_perplexity": last.get("eval_perplexity"),
+        "eval_accuracy": last.get("eval_accuracy"),
+        "worker_eval_losses": last.get("worker_eval_losses"),
+        "time_s": max(finished) / 1e9,
+        "train_time_s": sum(train_s) / len(train_s),
+        "blocked_time_s": (sum(alive_s) - sum(train_s)) / len(alive_s),
+        "utilization": world.utilization(),
+        "bytes_sent": round(total / world.num_workers),
+        "bytes_sent_total": total,
+        "bytes_by_kind": world.ledger.by_kind(),
+        "consensus_l2": last.get("consensus_l2"),
+        "consensus_l2_inner": last.get("consensus_l2_inner"),
+        "js_distance": last.get("js_distance"),
+        "js_divergence_mway": last.get("js_divergence_mway"),
+        "failed_transfers": sum(s.failed_transfers for s in stats),
+        "retries": int(max(retries)),
+        "records": _records(world),
+        "lost": world.lost,
+        "seed": world.seed,
+        "trace_hash": world.trace.hash(),
+        "parameters_sha256": _sha256(world.rows),
+    }
+
+
+def _alive_ns(stats: Any) -> int:
+    alive: int = stats.alive_ns
+    if stats.alive_since_ns is not None and stats.finished_ns is not None:
+        alive += stats.finished_ns - stats.alive_since_ns
+    return alive
+
+
+def _records(world: World) -> dict[str, dict[str, float]]:
+    """What the method recorded, over all workers and rounds: how often, and the mean."""
+    totals: dict[str, list[float]] = {}
+    for stats in world.stats:
+        for name, (count, total) in stats.records.items():
+            cell = totals.setdefault(name, [0.0, 0.0])
+            cell[0] += count
+            cell[1] += total
+    return {name: {"count": c, "mean": t / c} for name, (c, t) in sorted(totals.items())}
+
+
+def _sha256(rows: Tensor) -> str | None:
+    """Of all workers' parameters, bit for bit; None without numerics."""
+    if rows.is_meta:
+        return None
+    digest = hashlib.sha256()
+    for row in rows.detach().cpu():
+        digest.update(row.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _explain(error: GossamerError, world: World) -> None:
+    """Attach what is needed to understand and to replay a failure."""
+    plan = world.plan.describe()
+    error.add_note(f"seed {world.seed}, at {world.loop.time():.6f} s of virtual time")
+    error.add_note("fault plan: " + ("; ".join(plan) if plan else "none"))
+    error.add_note("last events:\n" + world.trace.tail())
+    overrides = shlex.quote(f"seed={world.seed}")
+    error.add_note(f"replay: gossamer train RUN/config.toml --set {overrides} --out REPLAY")
