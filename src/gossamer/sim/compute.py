@@ -8,7 +8,6 @@ two calls ends at the same time as doing them in one.
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 from fractions import Fraction
 from statistics import NormalDist
@@ -17,6 +16,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from gossamer.errors import ConfigError, check
+from gossamer.seeding import stream
 from gossamer.settings import Settings
 from gossamer.sim.clock import to_ns
 from gossamer.sim.faults import FaultPlan
@@ -26,7 +26,7 @@ PayloadDtype = Literal["fp64", "fp32", "bf16", "fp16", "int8"]
 
 BYTES_PER_VALUE: dict[PayloadDtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
 
-_STEPS_PER_BLOCK = 8  # uniforms in one 64-byte digest
+_STEPS_PER_BLOCK = 64  # drawn at a time
 _STANDARD_NORMAL = NormalDist()
 
 
@@ -165,10 +165,8 @@ class ComputeModel:
         return now_ns
 
 
-@functools.lru_cache(maxsize=1 << 12)
+@functools.lru_cache(maxsize=1 << 10)
 def _uniforms(seed: int, what: str, worker: int, block: int) -> tuple[float, ...]:
     """The block's uniforms in (0, 1), one per step."""
-    packed = repr((seed, what, worker, block)).encode()
-    digest = hashlib.blake2b(packed, digest_size=8 * _STEPS_PER_BLOCK).digest()
-    words = (int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_STEPS_PER_BLOCK))
-    return tuple(((word >> 12) + 0.5) / (1 << 52) for word in words)
+    drawn: list[float] = stream(seed, what, worker, block).random(_STEPS_PER_BLOCK).tolist()
+    return tuple(max(uniform, 2.0**-54) for uniform in drawn)  # multiples of 2**-53, 0 included

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-import hashlib
 import itertools
 import math
 from collections import deque
@@ -20,31 +19,25 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from gossamer.errors import ConfigError
+from gossamer.seeding import derive_seed
 from gossamer.settings import Settings
 from gossamer.sim.clock import to_ns
 from gossamer.units import Duration, format_duration
 
 WindowKind = Literal["outage", "hang", "slow"]
 
-_SPAN = 1 << 64
+_draw = functools.lru_cache(maxsize=1 << 14)(derive_seed)  # uniform in [0, 2**63)
+_SPAN = 1 << 63
 
 
-@functools.lru_cache(maxsize=1 << 14)
-def uniform_bits(seed: int, *key: object) -> int:
-    """64 uniform random bits: a pure function of the seed and of a key of ints and strings."""
-    packed = repr((seed, *key)).encode()
-    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
-
-
-def happens(probability: float, seed: int, *key: object) -> bool:
+def happens(probability: float, seed: int, *key: int | str) -> bool:
     """A draw that is true with `probability`; the same for the same seed and key."""
-    return probability > 0.0 and uniform_bits(seed, *key) < int(probability * _SPAN)
+    return probability > 0.0 and _draw(seed, *key) < int(probability * _SPAN)
 
 
-def _exponential_ns(mean_s: float, seed: int, *key: object) -> int:
+def _exponential_ns(mean_s: float, seed: int, *key: int | str) -> int:
     """An exponential duration of at least one nanosecond."""
-    open_uniform = (uniform_bits(seed, *key) + 0.5) / _SPAN
-    return max(1, to_ns(-math.log(open_uniform) * mean_s))
+    return max(1, to_ns(-math.log((_draw(seed, *key) + 0.5) / _SPAN) * mean_s))
 
 
 # ---------------------------------------------------------------------------------------- settings
