@@ -82,7 +82,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _say("aborted", INTERRUPTED)
     except GossamerError as error:
-        return _fail("error", error, RUN_FAILED)
+        return _say("\n".join([f"error: {error}", *_notes(error)]), RUN_FAILED)
     except OSError as error:
         return _say(f"error: {error}", RUN_FAILED)
     except ClickException as error:
@@ -92,8 +92,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(kind: str, error: BaseException, code: int) -> int:
-    notes = getattr(error, "__notes__", [])
-    return _say("; ".join(_one_line(part) for part in [f"{kind}: {error}", *notes]), code)
+    return _say("; ".join(_one_line(part) for part in [f"{kind}: {error}", *_notes(error)]), code)
+
+
+def _notes(error: BaseException) -> list[str]:
+    """What was added to an error on its way: where its files are, how to go on, its trace."""
+    return getattr(error, "__notes__", [])
 
 
 def _say(line: str, code: int) -> int:

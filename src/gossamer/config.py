@@ -238,6 +238,10 @@ def prepare(recipe: Recipe) -> Prepared:
     reason = recipe.method.needs_numerics()
     if recipe.run.numerics == "none" and reason is not None:
         raise ConfigError(f'run.numerics = "none" does not suit {recipe.method.name}: {reason}')
+    if recipe.run.numerics == "none" and recipe.run.checkpoint_every:
+        raise ConfigError(
+            'run.checkpoint_every: with run.numerics = "none" there is nothing to save'
+        )
     if recipe.run.numerics == "real" and isinstance(task, Prepares):
         num_steps = recipe.train.rounds * recipe.method.inner_steps
         task.prepare(num_workers=workers, seed=recipe.seed, num_steps=num_steps)

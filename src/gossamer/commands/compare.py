@@ -35,6 +35,8 @@ DEMO_METHODS = (
 PLANNED_METHODS = ("data_parallel", "local_sgd", "diloco", "GlobalM1", "GlobalM1LocalM2",
                    "GlobalM1LocalM2-subset", "LocalM1M2")  # fmt: skip
 
+UNTRAINED = ('run.numerics="none"', "run.checkpoint_every=0")  # there is nothing to save
+
 ResumeOption = Annotated[
     Path | None,
     typer.Option("--resume", metavar="DIR", help="Finish the stopped comparison in this folder."),
@@ -101,7 +103,7 @@ def plan_time(
     from gossamer.config import load_recipe
     from gossamer.report.comparison import Comparison, entries_of
 
-    base = load_recipe(recipe, [*(changes or []), 'run.numerics="none"'])
+    base = load_recipe(recipe, [*(changes or []), *UNTRAINED])
     entries = entries_of(methods or PLANNED_METHODS)
     prepared = prepare_all(base, entries)
     run_comparison(Comparison.create(out, base, entries, stem="plan"), prepared, json=json)

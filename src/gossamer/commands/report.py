@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gossamer.commands.options import JsonOption, print_json, print_note
 from gossamer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gossamer.report.plots import Curve
+    from gossamer.report.run_folder import RunFolder
 
 
 def report(
@@ -35,13 +39,13 @@ def report(
     """
     from gossamer.report.files import SCHEMA_VERSION, write_atomically
     from gossamer.report.html import page
-    from gossamer.report.plots import Curve, draw
+    from gossamer.report.plots import draw
     from gossamer.report.tables import comparison_table, stdout_console
 
     rows, curves = _read(folder)
     files: list[str] = []
     if plots:
-        images = draw([Curve(label, events) for label, events in curves])
+        images = draw(curves)
         target = out or folder
         target.mkdir(parents=True, exist_ok=True)
         for name, image in images.items():
@@ -59,19 +63,26 @@ def report(
         print_note("written: " + ", ".join(files))
 
 
-def _read(
-    folder: Path,
-) -> tuple[list[dict[str, object]], list[tuple[str, list[dict[str, object]]]]]:
+def _read(folder: Path) -> tuple[list[dict[str, Any]], list[Curve]]:
     """The rows of the table, and each run's label with its measurements."""
     from gossamer.report.comparison import Comparison, is_comparison
+    from gossamer.report.plots import Curve
     from gossamer.report.run_folder import RunFolder
 
     if not folder.is_dir():
         raise ConfigError(f"no folder {str(folder)!r}; give the folder of a run or a comparison")
     if is_comparison(folder):
         comparison = Comparison.reopen(folder)
-        runs = [(entry.label, comparison.folder_of(entry)) for entry in comparison.entries]
-        return comparison.rows(), [(label, run.events("measure")) for label, run in runs]
-    run = RunFolder(folder)
-    summary = run.summary()
-    return [summary], [(str(summary.get("method", "run")), run.events("measure"))]
+        rows = comparison.rows()
+        runs = [comparison.folder_of(entry) for entry in comparison.entries]
+    else:
+        rows, runs = [RunFolder(folder).summary()], [RunFolder(folder)]
+    labels = [str(row.get("label", row["method"])) for row in rows]
+    return rows, [Curve(label, _measured(run)) for label, run in zip(labels, runs, strict=True)]
+
+
+def _measured(run: RunFolder) -> list[dict[str, Any]]:
+    """The run's measurements, each with the bytes that a worker had sent by then."""
+    workers = run.summary()["workers"]
+    sent = {e["round"]: e["bytes_sent_total"] / workers for e in run.events("round")}
+    return [{"bytes_sent": sent.get(e["round"]), **e} for e in run.events("measure")]

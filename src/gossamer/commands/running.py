@@ -67,8 +67,11 @@ def carry_out(
             folder.discard()
         raise
     except Interrupted as error:
-        command = resume_command or f"gossamer train --resume {folder.path}"
-        error.add_note(f"continue with: {command}")
+        if folder.latest_checkpoint() is None:
+            error.add_note("nothing was saved that could be resumed")
+        else:
+            command = resume_command or f"gossamer train --resume {folder.path}"
+            error.add_note(f"continue with: {command}")
         raise
     except GossamerError as error:
         error.add_note(f"files: {folder.path}")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from gossamer.report.tables import cells, shown_columns
+from gossamer.report.tables import table_cells
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem;
@@ -28,12 +28,11 @@ def page(
     recipe: str,
 ) -> str:
     """HTML that needs no other file."""
-    columns = shown_columns(rows)
-    headings = ["method", *(" ".join(c.heading.replace("-\n", "").split()) for c in columns)]
-    head = "".join(f"<th>{escape(text)}</th>" for text in headings)
+    headings, cells = table_cells(rows)
+    plain = [heading.replace("-\n", "").replace("\n", " ") for heading in headings]
+    head = "".join(f"<th>{escape(text)}</th>" for text in plain)
     body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells(row, columns)) + "</tr>\n"
-        for row in rows
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in cells
     )
     pictures = "".join(
         f'<p><img alt="{escape(name)}" src="data:image/png;base64,'

@@ -142,9 +142,9 @@ class RunProgress:
         """ "round 12 · loss 2.413 · 1.3 h virtual · 35.9 % utilised"; what is known so far."""
         known = self._latest
         parts = []
-        if (rounds := known.get("rounds_completed", known.get("round"))) is not None:
+        if (rounds := known.get("round")) is not None:
             parts.append(f"round {rounds}")
-        if (loss := known.get("train_loss", known.get("loss"))) is not None:
+        if (loss := known.get("train_loss")) is not None:
             parts.append(f"loss {loss:.3f}")
         if (seconds := known.get("time_s")) is not None:
             parts.append(f"{format_duration(seconds)} virtual")

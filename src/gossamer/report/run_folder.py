@@ -60,13 +60,14 @@ class RunFolder:
                 f"the run in {str(self.path)!r} has no checkpoint to go on from; start it again "
                 f"in a new folder: gossamer train {self.path / 'config.toml'}"
             )
-        self._cut_metrics(rounds_of(checkpoint))
+        self._cut_metrics(int(checkpoint.name.removeprefix("round-")))
         self._open_metrics()
         return checkpoint
 
     def latest_checkpoint(self) -> Path | None:
         """The newest complete checkpoint, or None."""
-        return latest_checkpoint(self.checkpoints)
+        found = sorted(self.checkpoints.glob("round-*/state.json"))
+        return found[-1].parent if found else None
 
     @property
     def checkpoints(self) -> Path:
@@ -161,20 +162,17 @@ class RunFolder:
     def _open_metrics(self) -> None:
         self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
 
-    def _cut_metrics(self, rounds_completed: int) -> None:
-        """Drop what happened after the checkpoint; those rounds are done again."""
-        kept = [e for e in self.events() if _belongs_before(e, rounds_completed)]
+    def _cut_metrics(self, rounds: int) -> None:
+        """Drop what was told after the checkpoint of `rounds`; those rounds are done again."""
+        events = self.events()
+        for index, event in enumerate(events):
+            if event["kind"] == "checkpoint" and event.get("round") == rounds:
+                events = events[: index + 1]
+                break
+        # The line of a checkpoint is missing where the run was killed before it was written.
+        kept = [event for event in events if event.get("round", 0) <= rounds]
         lines = "".join(to_json(event) + "\n" for event in kept)
         write_atomically(self.path / "metrics.jsonl", lines)
-
-
-def latest_checkpoint(path: Path) -> Path | None:
-    found = sorted(p for p in path.iterdir() if p.is_dir()) if path.is_dir() else []
-    return found[-1] if found else None
-
-
-def rounds_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.rpartition("-")[2])
 
 
 def claim_folder(path: Path, *, resume: str) -> bool:
@@ -229,10 +227,3 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def _parse_lines(text: str) -> list[dict[str, Any]]:
     whole, _, _torn = text.rpartition("\n")
     return [json.loads(line) for line in whole.split("\n") if line]
-
-
-def _belongs_before(event: Mapping[str, Any], rounds_completed: int) -> bool:
-    if event["kind"] == "end":
-        return False
-    rounds = event.get("rounds_completed", event.get("round", 0))
-    return bool(rounds <= rounds_completed)

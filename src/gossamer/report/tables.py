@@ -10,19 +10,38 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from gossamer.units import format_duration
-
 Row = Mapping[str, Any]  # a summary, with "label" in a comparison
 
 
 @dataclass(frozen=True, slots=True)
+class Unit:
+    """A name for the heading, and its size."""
+
+    name: str
+    size: float
+
+
+_TIME_UNITS = (Unit("hours", 3600.0), Unit("minutes", 60.0), Unit("seconds", 1.0))
+_BYTE_UNITS = (Unit("GB", 1e9), Unit("MB", 1e6), Unit("kB", 1e3))
+
+
+@dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the comparison: heading, the summary's key, how its value is written."""
+    """A column of the comparison: heading, the summary's key, how its value is written.
+
+    Where there are `units`, the heading's {} is the largest in which some row is 1 or more, one
+    for the whole column so that its numbers can be compared.
+    """
 
     heading: str
     key: str
     show: Callable[[Any], str]
+    units: tuple[Unit, ...] = (Unit("", 1.0),)
     only_if_nonzero: bool = False
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 COLUMNS = (
@@ -30,35 +49,38 @@ COLUMNS = (
     Column("perplexity", "eval_perplexity", lambda v: f"{v:.2f}"),
     Column("accuracy", "eval_accuracy", lambda v: f"{v:.1%}"),
     Column("util-\nisation", "utilization", lambda v: f"{v:.1%}"),
-    Column("virtual\nhours", "time_s", lambda v: f"{v / 3600:.3g}"),
-    Column("GB sent\n/ worker", "bytes_sent", lambda v: f"{v / 1e9:.3g}"),
-    Column("consensus\nL2", "consensus_l2", lambda v: f"{v:.3g}"),
+    Column("virtual\n{}", "time_s", _number, units=_TIME_UNITS),
+    Column("{} sent\n/ worker", "bytes_sent", _number, units=_BYTE_UNITS),
+    Column("consensus\nL2", "consensus_l2", _number),
     Column("JS\ndistance", "js_distance", lambda v: f"{v:.4f}"),
-    Column("failed", "failed_transfers", lambda v: f"{v:.0f}", only_if_nonzero=True),
-    Column("retries", "retries", lambda v: f"{v:.0f}", only_if_nonzero=True),
+    Column("failed", "failed_transfers", _number, only_if_nonzero=True),
+    Column("retries", "retries", _number, only_if_nonzero=True),
 )
 
 
-def shown_columns(rows: Sequence[Row]) -> list[Column]:
-    """The columns that say something about these rows."""
-    chosen = []
+def table_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Headings, and each row's cells; "-" for what was not measured.
+
+    Columns of which no row knows anything are left out.
+    """
+    headings = ["method"]
+    body = [[str(row.get("label", row.get("method", "run")))] for row in rows]
     for column in COLUMNS:
         values = [row.get(column.key) for row in rows]
-        if any(values) if column.only_if_nonzero else any(v is not None for v in values):
-            chosen.append(column)
-    return chosen
-
-
-def cells(row: Row, columns: Sequence[Column]) -> list[str]:
-    """The row's label and values as text; "-" for what was not measured."""
-    values = [(column, row.get(column.key)) for column in columns]
-    shown = [column.show(value) if value is not None else "-" for column, value in values]
-    return [str(row.get("label", row.get("method", "run"))), *shown]
+        known = [value for value in values if value is not None]
+        if not (any(known) if column.only_if_nonzero else known):
+            continue
+        fitting = [u for u in column.units if max(abs(v) for v in known) >= u.size]
+        unit = fitting[0] if fitting else column.units[-1]
+        headings.append(column.heading.format(unit.name))
+        for cells, value in zip(body, values, strict=True):
+            cells.append("-" if value is None else column.show(value / unit.size))
+    return headings, body
 
 
 def comparison_table(rows: Sequence[Row]) -> Table:
     """One row a run."""
-    columns = shown_columns(rows)
+    headings, body = table_cells(rows)
     table = Table(
         title=_setting(rows),
         title_justify="left",
@@ -68,11 +90,11 @@ def comparison_table(rows: Sequence[Row]) -> Table:
         pad_edge=False,
         collapse_padding=True,  # 80 columns hold it all
     )
-    table.add_column("method", overflow="fold", min_width=8, vertical="bottom")
-    for column in columns:
-        table.add_column(column.heading, justify="right", no_wrap=True, vertical="bottom")
-    for row in rows:
-        table.add_row(*cells(row, columns))
+    table.add_column(headings[0], overflow="fold", min_width=8, vertical="bottom")
+    for heading in headings[1:]:
+        table.add_column(heading, justify="right", no_wrap=True, vertical="bottom")
+    for cells in body:
+        table.add_row(*cells)
     return table
 
 
@@ -111,7 +133,4 @@ def _setting(rows: Sequence[Row]) -> str:
         value = first.get(key)
         if value is not None and all(row.get(key) == value for row in rows):
             parts.append(text.format(value))
-    times = [row["train_time_s"] for row in rows if row.get("train_time_s") is not None]
-    if times and max(times) == min(times):
-        parts.append(f"{format_duration(times[0])} of training each")
     return ", ".join(parts)
