@@ -19,7 +19,14 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from gossamer.comm.context import Tag
-from gossamer.errors import CommError, ConfigError, LinkFailed, PayloadCorrupt, check
+from gossamer.errors import (
+    CommError,
+    ConfigError,
+    InvariantViolated,
+    LinkFailed,
+    PayloadCorrupt,
+    check,
+)
 from gossamer.settings import Settings
 from gossamer.sim.clock import VirtualLoop, to_ns
 from gossamer.sim.faults import FaultPlan, happens
@@ -207,9 +214,8 @@ class SimNetwork:
 
     def start(self, flow: Flow) -> None:
         """Begin a transfer; `flow.on_done` is called from the loop, never from within `start`."""
-        check(flow.state is FlowState.NEW, f"a flow can be started once only: {flow}")
-        check(flow.src != flow.dst, f"worker {flow.src} sends to itself")
-        check(flow.num_bytes >= 0, f"a flow has {flow.num_bytes} bytes")
+        if flow.state is not FlowState.NEW or flow.src == flow.dst or flow.num_bytes < 0:
+            raise InvariantViolated(f"not a new flow of 0 or more bytes to another worker: {flow}")
         flow.state = FlowState.ACTIVE
         flow.started_ns = flow.updated_ns = self._loop.time_ns()
         flow.remaining = flow.num_bytes * WORK_PER_BYTE
