@@ -112,22 +112,22 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-def rotation(length: int, width: int, theta: float, device: torch.device) -> Tensor:
-    """Cosines and signed sines of the rotary angles, fp32 [2, length, 1, width].
+def rotation(length: int, width: int, theta: float) -> Tensor:
+    """Cosines and signed sines of the rotary angles, fp64 on the CPU, [2, length, 1, width].
 
     Position t turns the pair (i, i + width / 2) by the angle t * theta^(-2i / width).
     """
-    pairs = torch.arange(0, width, 2, dtype=torch.float64, device=device)
-    positions = torch.arange(length, dtype=torch.float64, device=device)
+    pairs = torch.arange(0, width, 2, dtype=torch.float64, device="cpu")
+    positions = torch.arange(length, dtype=torch.float64, device="cpu")
     angles = torch.outer(positions, theta ** (-pairs / width))
     cos, sin = angles.cos(), angles.sin()
     table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
-    return table.float().unsqueeze(-2)
+    return table.unsqueeze(-2)
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
     """Turn the pairs (i, i + E/2) of each head, x [B, T, heads, E], by `table` [2, T, 1, E]."""
-    cos, sin = table
+    cos, sin = table[0], table[1]
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
@@ -220,8 +220,8 @@ class Llama(nn.Module):
         if table is None or table.device != like.device or table.dtype != like.dtype:
             with torch.inference_mode(False), torch.no_grad():  # usable by later training
                 shape = self.shape
-                table = rotation(shape.max_length, shape.head_dim, shape.rope_theta, like.device)
-                self._table = table = table.to(like.dtype)
+                table = rotation(shape.max_length, shape.head_dim, shape.rope_theta)
+                self._table = table = table.to(like.device, like.dtype)
         return table[:, :length]
 
     def forward(self, tokens: Tensor) -> Tensor:

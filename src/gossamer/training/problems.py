@@ -6,28 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import ConfigError
-
-# Streams of one seed; part of what the numbers below depend on.
-_OPTIMUM, _CURVATURE, _NOISE, _TEACHER, _INPUTS, _HELD_OUT = range(6)
-
-
-def seeded(*key: int) -> torch.Generator:
-    """A CPU generator that depends on the integers of `key` and on nothing else."""
-    mixed = 0
-    for part in key:
-        mixed = _mix(mixed ^ (part & _MASK))
-    return torch.Generator().manual_seed(mixed >> 1)
-
-
-_MASK = (1 << 64) - 1
-
-
-def _mix(value: int) -> int:
-    """A bijection of 64-bit integers that spreads every bit (SplitMix64's finaliser)."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
+from gossamer.seeding import torch_stream
 
 
 class Vector(nn.Module):
@@ -77,12 +56,14 @@ class Quadratic:
             raise ConfigError(f"condition must be at least 1, got {condition}")
         self.num_parameters, self.num_workers, self.seed = num_parameters, num_workers, seed
         self.noise, self.dtype = noise, dtype
-        generator = seeded(seed, _OPTIMUM)
+        generator = torch_stream(seed, "optimum")
         shifts = torch.randn(num_workers, num_parameters, generator=generator, dtype=dtype)
         shifts = heterogeneity * (shifts - shifts.mean(0))
         self.optimum = torch.randn(num_parameters, generator=generator, dtype=dtype)  # c, [N]
         self.optima = self.optimum + shifts  # c_m, [M, N]
-        exponents = torch.rand(num_parameters, generator=seeded(seed, _CURVATURE), dtype=dtype)
+        exponents = torch.rand(
+            num_parameters, generator=torch_stream(seed, "curvature"), dtype=dtype
+        )
         self.curvature = condition ** (-exponents)  # the diagonal of A, [N]
 
     def build(self) -> Vector:
@@ -97,7 +78,7 @@ class Quadratic:
         """What is added to the gradient of a worker's step, [N]."""
         if self.noise == 0:
             return torch.zeros(self.num_parameters, dtype=self.dtype)
-        generator = seeded(self.seed, _NOISE, worker, step)
+        generator = torch_stream(self.seed, "noise", worker, step)
         values = torch.randn(self.num_parameters, generator=generator, dtype=self.dtype)
         return self.noise * values
 
@@ -153,7 +134,7 @@ class PureNoise:
 
     def train_batch(self, worker: int, step: int) -> Tensor:
         """The gradient of this worker's step, [N]."""
-        generator = seeded(self.seed, _NOISE, worker, step)
+        generator = torch_stream(self.seed, "noise", worker, step)
         return self.sigma * torch.randn(self.num_parameters, generator=generator, dtype=self.dtype)
 
     def eval_batches(self) -> list[Tensor]:
@@ -197,7 +178,7 @@ class TinyMLP:
         _check_scales(noise=noise)
         self.sizes = (num_inputs, num_hidden, num_outputs)
         self.batch_size, self.seed, self.noise, self.dtype = batch_size, seed, noise, dtype
-        generator = seeded(seed, _TEACHER)
+        generator = torch_stream(seed, "teacher")
         self.inner = torch.randn(num_inputs, num_hidden, generator=generator, dtype=dtype)
         self.outer = torch.randn(num_hidden, num_outputs, generator=generator, dtype=dtype)
         self.outer /= num_hidden**0.5
@@ -218,11 +199,11 @@ class TinyMLP:
 
     def train_batch(self, worker: int, step: int) -> tuple[Tensor, Tensor]:
         """(inputs [B, num_inputs], targets [B, num_outputs])."""
-        return self._samples(self.batch_size, seeded(self.seed, _INPUTS, worker, step))
+        return self._samples(self.batch_size, torch_stream(self.seed, "inputs", worker, step))
 
     def eval_batches(self) -> list[tuple[Tensor, Tensor]]:
         """Four fixed batches of 64 samples."""
-        return [self._samples(64, seeded(self.seed, _HELD_OUT, index)) for index in range(4)]
+        return [self._samples(64, torch_stream(self.seed, "held out", index)) for index in range(4)]
 
     def probe_batch(self) -> tuple[Tensor, Tensor]:
         """The first evaluation batch."""

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gossamer.errors import ConfigError, nearest
+from gossamer.seeding import stream
 from gossamer.training.llama import SHAPES, Llama, LlamaShape
 
 HELD_OUT_SHARE = 0.05  # of the text, and more where the evaluation set needs more
@@ -79,7 +80,7 @@ class TextTask:
             )
         self._split: Split | None = None
         self._eval_batches: list[Tensor] | None = None
-        self._shards: list[Shard] = []
+        self.shards: list[Shard] = []
 
     @property
     def units_per_batch(self) -> int:
@@ -96,8 +97,6 @@ class TextTask:
         Raises `ConfigError` where a shard would not hold a single sequence.
         """
         _positive("num_workers", num_workers)
-        if seed < 0:
-            raise ConfigError(f"seed must not be negative, got {seed}")
         text = self.split.training
         shard_bytes, needed = len(text) // num_workers, self.sequence_length + 1
         if shard_bytes < needed:
@@ -108,7 +107,7 @@ class TextTask:
                 + (f" or {fitting}" if shard_bytes > 1 else "")
             )
         cuts = [len(text) * index // num_workers for index in range(num_workers + 1)]
-        self._shards = [
+        self.shards = [
             Shard(text[start:stop], start, self.sequence_length, (seed, index))
             for index, (start, stop) in enumerate(pairwise(cuts))
         ]
@@ -120,10 +119,10 @@ class TextTask:
 
     def train_batch(self, worker: int, step: int) -> Tensor:
         """Batch int64 [B, T + 1] of a shard's `step`; depends on seed, shard and step only."""
-        if not self._shards:
+        if not self.shards:
             raise ConfigError("call prepare() with the number of workers before train_batch()")
         first = step * self.batch_size
-        return self._shards[worker].sequences(first, first + self.batch_size)
+        return self.shards[worker].sequences(first, first + self.batch_size)
 
     def eval_batches(self) -> list[Tensor]:
         """The held-out sequences, in batches int64 [b, T + 1] of equal size; always the same."""
@@ -236,7 +235,7 @@ class Shard:
         if epoch != self._epoch:
             spare = len(self.text) - self.num_windows * self.sequence_length
             # Raw bits and a stable sort: unlike numpy's distributions, the same in every version.
-            source = np.random.Philox(np.random.SeedSequence((*self.key, epoch)))
+            source = stream(*self.key, "windows", epoch).bit_generator
             shift = int(source.random_raw()) % min(spare, self.sequence_length)
             order = np.argsort(source.random_raw(self.num_windows), kind="stable")
             self._epoch, self._starts = epoch, shift + order * self.sequence_length
