@@ -80,7 +80,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except Interrupted as error:
         return _fail("interrupted", error, INTERRUPTED)
     except (KeyboardInterrupt, typer.Abort):
-        return _say("aborted", INTERRUPTED)
+        return INTERRUPTED  # what there is to say was said where it happened
     except GossamerError as error:
         return _say("\n".join([f"error: {error}", *_notes(error)]), RUN_FAILED)
     except OSError as error:

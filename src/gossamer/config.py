@@ -234,7 +234,6 @@ def prepare(recipe: Recipe) -> Prepared:
     recipe.method.validate_for(layout, workers)
     recipe.network.validate_for(workers)
     recipe.timing.validate_for(workers)
-    FaultPlan(recipe.faults, workers, recipe.seed)  # refuses faults of workers that are not there
     reason = recipe.method.needs_numerics()
     if recipe.run.numerics == "none" and reason is not None:
         raise ConfigError(f'run.numerics = "none" does not suit {recipe.method.name}: {reason}')
@@ -245,6 +244,7 @@ def prepare(recipe: Recipe) -> Prepared:
     if recipe.run.numerics == "real" and isinstance(task, Prepares):
         num_steps = recipe.train.rounds * recipe.method.inner_steps
         task.prepare(num_workers=workers, seed=recipe.seed, num_steps=num_steps)
+    FaultPlan(recipe.faults, workers, recipe.seed)  # refuses faults of workers that are not there
     return Prepared(recipe, task, layout)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -168,17 +169,21 @@ def run_comparison(
             if folder.latest_checkpoint() is not None:
                 checkpoint = folder.reopen()
             else:
-                folder.discard()  # what a run that was killed before its first checkpoint left
+                shutil.rmtree(folder.path, ignore_errors=True)  # of a run killed before it saved
                 folder = RunFolder.create(folder.path, plan.recipe)
-            carry_out(
-                plan,
-                folder,
-                label=entry.label,
-                display=display,
-                stop=stop,
-                resume=checkpoint,
-                resume_command=f"gossamer compare --resume {comparison.path}",
-            )
+            try:
+                carry_out(
+                    plan,
+                    folder,
+                    label=entry.label,
+                    display=display,
+                    stop=stop,
+                    resume=checkpoint,
+                    resume_command=f"gossamer compare --resume {comparison.path}",
+                )
+            except ConfigError:
+                comparison.discard()
+                raise
     content = comparison.write()
     if json:
         print_json(content)

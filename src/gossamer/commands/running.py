@@ -67,11 +67,10 @@ def carry_out(
             folder.discard()
         raise
     except Interrupted as error:
-        if folder.latest_checkpoint() is None:
-            error.add_note("nothing was saved that could be resumed")
-        else:
-            command = resume_command or f"gossamer train --resume {folder.path}"
-            error.add_note(f"continue with: {command}")
+        error.add_note(_how_to_go_on(folder, resume_command))
+        raise
+    except KeyboardInterrupt:
+        display.say(f"aborted; {_how_to_go_on(folder, resume_command)}")
         raise
     except GossamerError as error:
         error.add_note(f"files: {folder.path}")
@@ -82,6 +81,12 @@ def carry_out(
     display.finish(progress)
     _keep(prepared, folder, result)
     return dict(result.summary)
+
+
+def _how_to_go_on(folder: RunFolder, command: str | None) -> str:
+    if folder.latest_checkpoint() is None:
+        return f"no checkpoint was saved in {folder.path}"
+    return f"continue with: {command or f'gossamer train --resume {folder.path}'}"
 
 
 def simulate_prepared(

@@ -84,6 +84,14 @@ class Comparison:
         """The summaries with their labels. Raises `ConfigError` where a run has not finished."""
         return [{"label": e.label, **self.folder_of(e).summary()} for e in self.entries]
 
+    def discard(self) -> None:
+        """Remove what `create` has made, unless a run is in it."""
+        if any(self.folder_of(entry).path.exists() for entry in self.entries):
+            return
+        for name in ("methods.json", "config.toml"):
+            (self.path / name).unlink(missing_ok=True)
+        self.path.rmdir()
+
     def write(self) -> dict[str, Any]:
         """Write `comparison.json` and return its content."""
         content = {"schema_version": SCHEMA_VERSION, "rows": self.rows()}
@@ -92,6 +100,7 @@ class Comparison:
 
 
 def is_comparison(path: Path) -> bool:
+    """Whether the folder is one that `Comparison.create` has made."""
     return (path / "methods.json").is_file()
 
 

@@ -98,7 +98,7 @@ class ParameterLayout:
         for pattern in patterns:
             hits = [n for n in self.names if _matches(n, pattern)]
             if not hits:
-                hint = nearest(pattern, {*self.names, *(n.rpartition(".")[0] for n in self.names)})
+                hint = nearest(pattern, _modules(self.names))
                 raise ConfigError(f"subset pattern {pattern!r} matches no tensor; {hint}")
             chosen.update(hits)
         return merge(slice(s.offset, s.end) for s in self.slots if s.name in chosen)
@@ -106,6 +106,12 @@ class ParameterLayout:
     def fingerprint(self) -> list[tuple[str, list[int], str]]:
         """What two replicas must agree on before they exchange anything."""
         return [(s.name, list(s.shape), str(s.dtype)) for s in self.slots]
+
+
+def _modules(names: Iterable[str]) -> list[str]:
+    """What a pattern most likely means: tensors and modules down to the second level."""
+    paths = [name.split(".") for name in names]
+    return sorted({".".join(path[:depth]) for path in paths for depth in (1, 2)})
 
 
 def _matches(name: str, pattern: str) -> bool:
