@@ -2,20 +2,20 @@
 
 Two averages over a group, which give the same bits when nothing fails:
 
-- `all_reduce_mean` is a ring, all or nothing: a broken link is noticed when the attempt ends, by a
-  vote, and then nobody uses the result. That is what an all-reduce library gives.
-- `average_survivors` exchanges directly and leaves out those whose links failed, who keep their own
-  values: the matrix stays symmetric and doubly stochastic, and the mean is conserved.
+- `all_reduce_mean` is all or nothing: a broken link is noticed when the attempt ends, by a vote, and
+  then nobody uses the result. That is what an all-reduce library gives.
+- `average_survivors` leaves out those whose links failed, who keep their own values: the matrix
+  stays symmetric and doubly stochastic, and the mean is conserved.
 
-Both send 2 (M-1)/M of the values per worker. Chunk c is reduced in the order of the ring,
-c+1, c+2, ..., c (positions in the sorted member list), whoever does it.
+Both cut the values into one chunk per worker, which its owner gathers, averages and hands back:
+2 (M-1)/M of the values sent per worker, as a ring would, in two latencies instead of 2 (M-1).
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from gossamer.errors import CollectiveFailed, CommError, LinkFailed, NonFiniteEr
 
 ATTEMPTS_MAX = 1000  # of one all-reduce; far beyond any link that is worth using
 RESENDS_MAX = 20  # of one averaged chunk
+SEGMENTS = 8  # a link that fails is noticed after the first, and the rest does without it
+SEGMENT_VALUES_MIN = 1024  # shorter vectors are one segment
+_PHASES_PER_SEGMENT = 1000
 
 
 def check_finite(ctx: Context, values: Tensor, what: str) -> None:
@@ -81,42 +84,60 @@ async def all_reduce_until_complete(
     raise CollectiveFailed(f"{kind} all-reduce of round {round_.index}: {ATTEMPTS_MAX} attempts")
 
 
-async def all_reduce_mean(
-    ctx: Context, tag: Tag, workers: Sequence[int], values: Tensor
-) -> None:
-    """Ring all-reduce: `values` becomes the mean over `workers`, or `CollectiveFailed`.
+async def all_reduce_mean(ctx: Context, tag: Tag, workers: Sequence[int], values: Tensor) -> None:
+    """All-reduce: `values` becomes the mean over `workers`, or `CollectiveFailed`.
 
-    In place; after a failure `values` is unchanged. The ring runs to its end even where a link has
-    failed, as the workers further on cannot know, and a vote then tells everybody.
+    In place; after a failure `values` is unchanged. It runs to its end even where a link has failed,
+    as the others cannot know, and a vote then tells everybody.
     """
-    size = len(workers)
-    if size == 1:
+    members = tuple(workers)
+    if len(members) == 1:
         return
-    rank = workers.index(ctx.worker)
-    right, left = workers[(rank + 1) % size], workers[(rank - 1) % size]
-    chunks = list(values.tensor_split(size))
-    intact = True
-    transfers: list[Transfer] = []
-    for step in range(2 * (size - 1)):
-        reducing = step < size - 1
-        sent = (rank - 1 - step) % size
-        received = (rank - 2 - step) % size
-        transfers.append(ctx.send(right, replace(tag, phase=0, part=step), chunks[sent]))
+    chunks = list(values.tensor_split(len(members)))
+    received, transfers = await _exchange_contributions(ctx, tag, members, chunks, exact=False)
+    mean = mean_of([received[worker] for worker in members if worker in received])
+    peers = [worker for worker in members if worker != ctx.worker]
+    result_tag = tag._replace(phase=1)
+    sent = [ctx.send(peer, result_tag, mean) for peer in peers]
+    results = {ctx.worker: mean}
+    for peer in peers:
         try:
-            chunk = await ctx.recv(left, replace(tag, phase=0, part=step))
+            results[peer] = await ctx.recv(peer, result_tag)
         except CommError:
-            intact = False
             continue
-        if reducing:
-            chunk.add_(chunks[received])
-            if received == rank:
-                chunk.div_(size)
-        chunks[received] = chunk
-    if not await _vote(ctx, replace(tag, phase=1), workers, intact):
-        for transfer in transfers:
+    intact = len(received) == len(results) == len(members)
+    if not await _vote(ctx, tag._replace(phase=2), members, intact):
+        for transfer in (*transfers.values(), *sent):
             transfer.cancel()
         raise CollectiveFailed(f"{tag.kind} all-reduce, attempt {tag.attempt}")
-    torch.cat(chunks, out=values)
+    for worker, chunk in zip(members, chunks, strict=True):
+        chunk.copy_(results[worker])
+
+
+def mean_of(values: Sequence[Tensor]) -> Tensor:
+    """The mean of equal-shaped tensors, in a tensor of its own.
+
+    Taken as the first plus the mean difference to it: equal inputs give exactly that value, however
+    many they are, and inputs that are close lose nothing.
+    """
+    first = values[0]
+    if len(values) == 1:
+        return first.clone()
+    total = values[1] - first
+    for other in values[2:]:
+        total.add_(other - first)
+    return total.div_(len(values)).add_(first)
+
+
+def _segments(values: Tensor) -> list[Tensor]:
+    """The segments of a flat vector, as views."""
+    count = SEGMENTS if values.numel() >= SEGMENTS * SEGMENT_VALUES_MIN else 1
+    return list(values.tensor_split(count))
+
+
+def _bounds(views: Sequence[Tensor]) -> list[int]:
+    """Where to cut the concatenation of `views` to have them again."""
+    return list(itertools.accumulate(view.numel() for view in views))[:-1]
 
 
 async def _vote(ctx: Context, tag: Tag, workers: Sequence[int], yes: bool) -> bool:
@@ -178,7 +199,10 @@ async def average_survivors(
     """
     check_finite(ctx, values, f"{kind} vector")
     workers = tuple(group if group is not None else round_.members.workers)
-    return await _average_level(ctx, round_.tag(kind), workers, values, exact)
+    for index, segment in enumerate(_segments(values)):
+        tag = round_.tag(kind)._replace(phase=index * _PHASES_PER_SEGMENT)
+        workers = await _average_level(ctx, tag, workers, segment, exact)
+    return workers
 
 
 async def _average_level(
@@ -192,7 +216,7 @@ async def _average_level(
         return (ctx.worker,)
     chunks = list(values.tensor_split(len(workers)))
     contributions, transfers = await _exchange_contributions(ctx, tag, workers, chunks, exact)
-    report_tag = replace(tag, phase=tag.phase + 1)
+    report_tag = tag._replace(phase=tag.phase + 1)
     survivors = await _agree_on_survivors(ctx, report_tag, workers, contributions)
     for peer, transfer in transfers.items():
         if peer not in survivors:
@@ -201,14 +225,14 @@ async def _average_level(
         ctx.record("left_out", 1.0)
         return (ctx.worker,)
     part = _group_digest(survivors)
-    results_tag = replace(tag, phase=tag.phase + 2, part=part)
+    results_tag = tag._replace(phase=tag.phase + 2, part=part)
     await _share_results(ctx, results_tag, workers, survivors, chunks, contributions, exact)
     orphans = [chunks[rank] for rank, worker in enumerate(workers) if worker not in survivors]
     if orphans:
         pending = torch.cat(orphans)
-        next_tag = replace(tag, phase=tag.phase + 3, part=part)
+        next_tag = tag._replace(phase=tag.phase + 3, part=part)
         await _average_level(ctx, next_tag, survivors, pending, exact)
-        for chunk, mixed in zip(orphans, pending.split([c.numel() for c in orphans]), strict=True):
+        for chunk, mixed in zip(orphans, pending.tensor_split(_bounds(orphans)), strict=True):
             chunk.copy_(mixed)
     return survivors
 
@@ -259,24 +283,16 @@ async def _share_results(
     exact: bool,
 ) -> None:
     """Average my chunk, hand it to the survivors, and take theirs into `chunks`, in place."""
-    rank = workers.index(ctx.worker)
-    ring = [workers[(rank + 1 + step) % len(workers)] for step in range(len(workers))]
-    mean: Tensor | None = None
-    for worker in ring:
-        if worker in survivors:
-            mean = contributions[worker].clone() if mean is None else mean.add_(contributions[worker])
-    assert mean is not None  # I am a survivor myself
-    mean.div_(len(survivors))
+    peers = [worker for worker in survivors if worker != ctx.worker]
+    mean = mean_of([contributions[worker] for worker in survivors])
     async with ctx.task_group() as tasks:
-        for peer in ring:
-            if peer in survivors and peer != ctx.worker:
-                tasks.start(send_until_delivered(ctx, peer, tag, mean, exact))
-        for peer in ring:
-            if peer in survivors and peer != ctx.worker:
-                result = await recv_until_delivered(ctx, peer, tag)
-                if result is not None:
-                    chunks[workers.index(peer)].copy_(result)
-    chunks[rank].copy_(mean)
+        for peer in peers:
+            tasks.start(send_until_delivered(ctx, peer, tag, mean, exact))
+        for peer in peers:
+            result = await recv_until_delivered(ctx, peer, tag)
+            if result is not None:
+                chunks[workers.index(peer)].copy_(result)
+    chunks[workers.index(ctx.worker)].copy_(mean)
 
 
 async def send_until_delivered(
@@ -284,7 +300,7 @@ async def send_until_delivered(
 ) -> None:
     """Send again while the link loses it; give up where the peer itself is gone."""
     for attempt in range(RESENDS_MAX):
-        transfer = ctx.send(dst, replace(tag, attempt=tag.attempt + attempt), payload, exact=exact)
+        transfer = ctx.send(dst, tag._replace(attempt=tag.attempt + attempt), payload, exact=exact)
         try:
             await transfer.delivered()
         except LinkFailed:
@@ -299,7 +315,7 @@ async def recv_until_delivered(ctx: Context, src: int, tag: Tag) -> Tensor | Non
     """The other end of `send_until_delivered`; None where nothing came at all."""
     for attempt in range(RESENDS_MAX):
         try:
-            return await ctx.recv(src, replace(tag, attempt=tag.attempt + attempt))
+            return await ctx.recv(src, tag._replace(attempt=tag.attempt + attempt))
         except LinkFailed:
             continue
         except CommError:

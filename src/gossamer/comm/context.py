@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,8 +32,7 @@ class Membership:
         return worker in self.workers
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Tag:
+class Tag(NamedTuple):
     """What a message is; sender and receiver must use equal tags.
 
     Args:

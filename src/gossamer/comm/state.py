@@ -26,4 +26,5 @@ def state_scalars(state: MethodState) -> dict[str, Any]:
 
 def with_tensors(kind: type[S], tensors: dict[str, Tensor], scalars: dict[str, Any]) -> S:
     """A state of `kind` from what the two functions above gave."""
-    return kind(**tensors, **scalars)
+    fields: dict[str, Any] = {**tensors, **scalars}
+    return kind(**fields)

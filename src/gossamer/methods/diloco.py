@@ -16,7 +16,7 @@ Symbols     paper    here                  unit / shape     default  where the d
             lr       outer_learning_rate   -                0.7      the paper
             mu       outer_momentum        -                0.9      the paper
 
-Departures  None in the update. The average is a ring all-reduce; a broken one is repeated whole.
+Departures  None in the update. A broken all-reduce is repeated whole.
 
 Reduces to  local_sgd      when lr = 1 and mu = 0
             any FG-DiLoCo  with mix2 = "global": there Mix1 averages equal vectors

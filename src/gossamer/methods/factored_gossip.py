@@ -168,9 +168,7 @@ class FactoredGossip(Method):
         await self._mix(ctx, round_, "mix2", self.mix2, subset)
         scatter(delta, slices, subset)
 
-    async def _mix(
-        self, ctx: Context, round_: Round, kind: str, mix: Mix, values: Tensor
-    ) -> None:
+    async def _mix(self, ctx: Context, round_: Round, kind: str, mix: Mix, values: Tensor) -> None:
         """Mix `values` in place with the members that `mix` names."""
         if mix == "global":
             await average_survivors(ctx, round_, kind, values)

@@ -67,7 +67,10 @@ class CheckpointWriter:
         """
         if any(life.phase == "expelled" for life in world.lives):
             return None
-        folder = folder_of(Path(world.settings.checkpoint_dir), round_index)
+        root = world.settings.checkpoint_dir
+        if root is None:
+            raise ConfigError("a checkpoint is wanted, and there is no folder for it")
+        folder = folder_of(root, round_index)
         aside = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
@@ -236,7 +239,9 @@ def newest(root: Path) -> Path:
         return root
     found = sorted(root.glob("round-*/state.json"))
     if not found:
-        raise ConfigError(f"no checkpoint in {root}; runs save one every `run.checkpoint_every` rounds")
+        raise ConfigError(
+            f"no checkpoint in {root}; runs save one every `run.checkpoint_every` rounds"
+        )
     return found[-1].parent
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ def flow_to_json(flow: Flow) -> dict[str, Any]:
         "src": flow.src,
         "dst": flow.dst,
         "num_bytes": flow.num_bytes,
-        "tag": asdict(flow.tag),
+        "tag": flow.tag._asdict(),
         "control": flow.control,
         "subject_to_failure": flow.subject_to_failure,
     }
@@ -137,7 +137,8 @@ class Post:
         flow = Flow(src=src, dst=dst, num_bytes=num_bytes, tag=tag, on_done=self._arrive)
         flow.control = exact
         flow.subject_to_failure = not exact
-        message = Message(src, dst, tag, payload, exact, digest(payload), self, flow)
+        fingerprint = 0 if exact else digest(payload)
+        message = Message(src, dst, tag, payload, exact, fingerprint, self, flow)
         self._flying[(dst, src, tag)] = message
         if self._alive[dst]:
             self.network.start(flow)
@@ -156,7 +157,7 @@ class Post:
         message = self._flying.pop((flow.dst, flow.src, flow.tag), None)
         if message is None or message.state != "flying":
             return
-        if digest(message.payload) != message.digest:
+        if not message.exact and digest(message.payload) != message.digest:
             raise DataRace(
                 f"worker {message.src} wrote to a payload on its way to worker {message.dst} "
                 f"({message.tag}); send a copy, or wait for `delivered()` first"
@@ -242,15 +243,14 @@ class Post:
             waiter.set_exception(TimedOut(f"nothing from worker {src} within {timeout_s:g} s"))
 
         def arm() -> None:
-            nonlocal timer
-            timer = self.loop.call_at_ns(self.loop.time_ns() + to_ns(timeout_s), expire)
+            timers[:] = [self.loop.call_at_ns(self.loop.time_ns() + to_ns(timeout_s), expire)]
 
-        timer: asyncio.Handle
+        timers: list[asyncio.Handle] = []
         arm()
         try:
             return await waiter
         finally:
-            timer.cancel()
+            timers[0].cancel()
             if box.waiting.get(key) is waiter:
                 del box.waiting[key]
 

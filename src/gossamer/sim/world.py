@@ -30,10 +30,10 @@ from gossamer.sim.clock import VirtualLoop, sleep_until_ns, to_ns
 from gossamer.sim.compute import ComputeModel, Timing
 from gossamer.sim.context import SimContext, WorkerStats
 from gossamer.sim.cuts import Cuts
-from gossamer.sim.faults import Crash, Faults, FaultPlan
+from gossamer.sim.faults import Crash, FaultPlan, Faults
 from gossamer.sim.joining import Joins
-from gossamer.sim.lives import Absence, Life
 from gossamer.sim.listener import Listener, StopFlag
+from gossamer.sim.lives import Absence, Life
 from gossamer.sim.members import MemberLog
 from gossamer.sim.network import Network, SimNetwork
 from gossamer.sim.post import Post
@@ -368,9 +368,7 @@ class World:
                 RunFailed(f"all workers are lost at {self.loop.time():.1f} s: {reason}")
             )
 
-    async def _return(
-        self, worker: int, absence: Absence
-    ) -> tuple[SimContext, MethodState] | None:
+    async def _return(self, worker: int, absence: Absence) -> tuple[SimContext, MethodState] | None:
         """Wait until the worker is back, and take a donor's state; None where it stays away."""
         life = self.lives[worker]
         life.phase, life.absence = "down", absence
