@@ -130,6 +130,22 @@ def test_near_equal_predictions_are_resolved() -> None:
     assert distance == pytest.approx(e / math.sqrt(2 * math.log(2)), rel=1e-2)
 
 
+def test_rounding_below_zero_does_not_reach_the_root() -> None:
+    """So close together, about one divergence in four comes out as -1e-16."""
+    near = random_log_probs(1, 500, 30, 1)[0].double()
+    noise = torch.randn(500, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    distance = js_distance([near, near + 1e-10 * noise])
+    assert 0 <= distance < 1e-6
+
+
+def test_bounds_hold_although_fp32_rows_do_not_sum_to_one() -> None:
+    a = torch.full((1, 1000), -math.inf)
+    b = a.clone()
+    a[:, :500] = b[:, 500:] = -math.log(500)
+    assert abs(float(a.double().exp().sum()) - 1) > 1e-9
+    assert js_divergence_mway([a, b]) == pytest.approx(1.0, abs=1e-12)
+
+
 @pytest.mark.parametrize("chunk_elements", [1, 40, 10**6])
 def test_any_chunk_size_gives_the_same(
     monkeypatch: pytest.MonkeyPatch, chunk_elements: int

@@ -55,8 +55,8 @@ def test_matrix_does_what_workers_do(num_workers: int, seed: int, data: st.DataO
 
 
 def test_rows_follow_the_order_of_members() -> None:
-    w = matching_matrix(((1, 3),), [3, 2, 1])
-    assert w.tolist() == [[0.5, 0.0, 0.5], [0.0, 1.0, 0.0], [0.5, 0.0, 0.5]]
+    w = matching_matrix(((1, 3),), [3, 1, 2])
+    assert w.tolist() == [[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.0, 0.0, 1.0]]
 
 
 @pytest.mark.parametrize(
