@@ -2,8 +2,8 @@
 
 Two averages over a group, which give the same bits when nothing fails:
 
-- `all_reduce_mean` is all or nothing: a broken link is noticed when the attempt ends, by a vote, and
-  then nobody uses the result. That is what an all-reduce library gives.
+- `all_reduce_mean` is all or nothing: a broken link is noticed when the attempt ends, by a vote,
+  and then nobody uses the result. That is what an all-reduce library gives.
 - `average_survivors` leaves out those whose links failed, who keep their own values: the matrix
   stays symmetric and doubly stochastic, and the mean is conserved.
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ RESENDS_MAX = 20  # of one averaged chunk
 SEGMENTS = 8  # a link that fails is noticed after the first, and the rest does without it
 SEGMENT_VALUES_MIN = 1024  # shorter vectors are one segment
 _PHASES_PER_SEGMENT = 1000
+_LAST_LOOK = 0.01  # deadlines: the least time that is given to a message of a late group
 
 
 def check_finite(ctx: Context, values: Tensor, what: str) -> None:
@@ -87,8 +88,8 @@ async def all_reduce_until_complete(
 async def all_reduce_mean(ctx: Context, tag: Tag, workers: Sequence[int], values: Tensor) -> None:
     """All-reduce: `values` becomes the mean over `workers`, or `CollectiveFailed`.
 
-    In place; after a failure `values` is unchanged. It runs to its end even where a link has failed,
-    as the others cannot know, and a vote then tells everybody.
+    In place; after a failure `values` is unchanged. It runs to its end even where a link has
+    failed, as the others cannot know, and a vote then tells everybody.
     """
     members = tuple(workers)
     if len(members) == 1:
@@ -99,12 +100,7 @@ async def all_reduce_mean(ctx: Context, tag: Tag, workers: Sequence[int], values
     peers = [worker for worker in members if worker != ctx.worker]
     result_tag = tag._replace(phase=1)
     sent = [ctx.send(peer, result_tag, mean) for peer in peers]
-    results = {ctx.worker: mean}
-    for peer in peers:
-        try:
-            results[peer] = await ctx.recv(peer, result_tag)
-        except CommError:
-            continue
+    results = {ctx.worker: mean, **await _receive_all(ctx, result_tag, peers)}
     intact = len(received) == len(results) == len(members)
     if not await _vote(ctx, tag._replace(phase=2), members, intact):
         for transfer in (*transfers.values(), *sent):
@@ -146,12 +142,8 @@ async def _vote(ctx: Context, tag: Tag, workers: Sequence[int], yes: bool) -> bo
     peers = [w for w in workers if w != ctx.worker]
     for peer in peers:
         ctx.send(peer, tag, ballot, exact=True)
-    for peer in peers:
-        try:
-            yes = bool((await ctx.recv(peer, tag)).item()) and yes
-        except CommError:
-            yes = False
-    return yes
+    heard = await _receive_all(ctx, tag, peers)
+    return yes and len(heard) == len(peers) and all(bool(vote.item()) for vote in heard.values())
 
 
 async def average_pair(
@@ -219,8 +211,8 @@ async def _average_level(
     report_tag = tag._replace(phase=tag.phase + 1)
     survivors = await _agree_on_survivors(ctx, report_tag, workers, contributions)
     for peer, transfer in transfers.items():
-        if peer not in survivors:
-            transfer.cancel()  # `values` is about to be written to
+        if peer not in survivors or ctx.worker not in survivors:
+            transfer.cancel()  # `values` is about to be written to, here or by the caller
     if ctx.worker not in survivors or len(survivors) == 1:
         ctx.record("left_out", 1.0)
         return (ctx.worker,)
@@ -246,29 +238,48 @@ async def _exchange_contributions(
     for distance in range(1, len(workers)):
         owner = (rank + distance) % len(workers)
         transfers[workers[owner]] = ctx.send(workers[owner], tag, chunks[owner], exact=exact)
-    received = {ctx.worker: chunks[rank]}
-    for peer, transfer in transfers.items():
+    received = await _receive_all(ctx, tag, list(transfers), transfers)
+    return {ctx.worker: chunks[rank], **received}, transfers
+
+
+async def _receive_all(
+    ctx: Context,
+    tag: Tag,
+    peers: Sequence[int],
+    transfers: Mapping[int, Transfer] | None = None,
+    *,
+    patience: float = 1.0,
+) -> dict[int, Tensor]:
+    """What comes from `peers`; those whose message is lost or late are left out.
+
+    All share one deadline. Were it each peer's own, who waits for late ones would be late himself.
+
+    Args:
+        transfers: my own to these peers, given up where nothing comes in return.
+        patience: how many deadlines to wait.
+    """
+    received: dict[int, Tensor] = {}
+    until = ctx.now() + patience * ctx.deadline
+    for peer in peers:
+        timeout = max(until - ctx.now(), ctx.deadline * _LAST_LOOK)
         try:
-            received[peer] = await ctx.recv(peer, tag)
+            received[peer] = await ctx.recv(peer, tag, timeout=timeout)
         except CommError:
-            transfer.cancel()
-    return received, transfers
+            if transfers is not None:
+                transfers[peer].cancel()
+    return received
 
 
 async def _agree_on_survivors(
     ctx: Context, tag: Tag, workers: tuple[int, ...], contributions: dict[int, Tensor]
 ) -> tuple[int, ...]:
-    """Those whom everybody heard: each reports whose contribution came, all intersect the reports."""
+    """Those whom everybody heard: each reports whose contribution came; all have to agree."""
     mine = torch.tensor([worker in contributions for worker in workers], dtype=torch.uint8)
     peers = [worker for worker in workers if worker != ctx.worker]
     for peer in peers:
         ctx.send(peer, tag, mine, exact=True)
-    reports = {ctx.worker: mine}
-    for peer in peers:
-        try:
-            reports[peer] = await ctx.recv(peer, tag)
-        except CommError:
-            continue
+    # Who came a little later than I waits as much longer for one that does not come at all.
+    reports = {ctx.worker: mine, **await _receive_all(ctx, tag, peers, patience=2.0)}
     agreed = torch.stack(list(reports.values())).amin(dim=0).tolist()
     return tuple(w for w, heard in zip(workers, agreed, strict=True) if heard and w in reports)
 
