@@ -39,7 +39,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo 'Name another one: make PYTHON=/path/to/python3.12 ...'; exit 1; } >&2
 	@echo 'Making .venv (torch is large: this takes a few minutes the first time)'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
 constraints: $(STAMP)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,8 +123,3 @@ def test_doctor_finds_nothing_wrong(gossamer: Gossamer, folder: Path) -> None:
     assert outcome.code == 0, outcome.out
     assert outcome.json["healthy"] is True
     assert list(folder.iterdir()) == [folder / "recipe.toml"]
-
-
-def test_help_and_usage_errors_do_not_wait_for_torch() -> None:
-    code = "import sys, gossamer.cli; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -127,6 +127,8 @@ def test_units_and_presets_are_understood() -> None:
     assert read.network.latency == 0.03
     assert read.timing.parameters == 1.5e9
     assert read.method == FactoredGossip(mix1="global", mix2="pair", inner_steps=7)
+    written = recipe(method={"name": "GlobalM1LocalM2", "mix1": "pair"})  # before the preset's
+    assert written.method == FactoredGossip(mix1="pair", mix2="pair")
 
 
 def test_data_is_looked_for_beside_the_recipe_first(
