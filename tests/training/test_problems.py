@@ -83,8 +83,9 @@ def test_quadratic_heterogeneity_and_noise_have_the_stated_size() -> None:
     task = Quadratic(4000, 50, heterogeneity=2.0, noise=0.7)
     spread = (task.optima - task.optimum).pow(2).mean().sqrt()
     assert spread.item() == pytest.approx(2.0 * (49 / 50) ** 0.5, rel=0.01)
-    noises = torch.stack([task.noise_at(0, step) for step in range(50)])
+    noises = torch.stack([task.noise_at(m, step) for m in (0, 1) for step in range(25)])
     assert noises.std().item() == pytest.approx(0.7, rel=0.01)
+    assert (noises.corrcoef() - torch.eye(50)).abs().max() < 5 / 4000**0.5  # all independent
     alike = Quadratic(5, 3)
     assert torch.equal(alike.optima, alike.optimum.expand(3, 5))
 
@@ -180,8 +181,8 @@ def test_batches_are_pure_and_of_the_asked_precision(
         assert all(not torch.equal(batches[key], batches[late]) for late in keys[i + 1 :])
     model = task.build()
     assert all(parameter.dtype == dtype for parameter in model.parameters())
-    assert task.loss(model, task.eval_batches()[0]).dtype == dtype
-    first, second = (flat(task.eval_batches()[0]) for _ in range(2))
+    assert task.loss(model, next(iter(task.eval_batches()))).dtype == dtype
+    first, second = (flat(next(iter(task.eval_batches()))) for _ in range(2))
     assert torch.equal(first, second)
 
 
