@@ -31,9 +31,7 @@ LONG_FUNCTIONS: dict[str, str] = {}
 # "file.py": why it may be longer.
 LONG_FILES: dict[str, str] = {}
 # "file.py:function": why it may catch everything.
-BROAD_HANDLERS: dict[str, str] = {
-    "comm/tasks.py:__aexit__": "raises the first error again once all children are joined",
-}
+BROAD_HANDLERS: dict[str, str] = {}
 
 SECTIONS = ("Source", "Update", "Symbols", "Departures", "Reduces to", "Cost", "Fails")
 

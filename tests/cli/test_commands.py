@@ -190,6 +190,18 @@ def test_compare_keeps_the_order_and_numbers_repeated_labels(
     assert RunFolder(run).recipe().method.inner_steps == 4
 
 
+@pytest.mark.parametrize(
+    "command", [["sample"], ["train", "--resume"], ["sensitivity"]], ids=lambda c: c[0]
+)
+def test_a_comparison_given_for_a_run_names_its_runs(
+    command: list[str], gossamer: Gossamer, folder: Path, simulation: Any
+) -> None:
+    gossamer("compare", "recipe.toml", "--method", "diloco", "--method", "GlobalM1", "--out", "c")
+    outcome = gossamer(*command, "c")
+    assert outcome.code == 2
+    assert outcome.error_line.endswith("give one of its runs in it: GlobalM1, diloco")
+
+
 def test_plan_time_trains_nothing(gossamer: Gossamer, folder: Path, simulation: Any) -> None:
     outcome = gossamer("plan", "time", "recipe.toml", "--method", "diloco", "--out", "p")
     assert outcome.code == 0
@@ -317,6 +329,9 @@ def test_a_stopped_comparison_goes_on_where_it_was(
     outcome = gossamer("compare", "recipe.toml", *methods, "--out", "c")
     assert outcome.code == 130
     assert outcome.error_line.endswith("continue with: gossamer compare --resume c")
+    unfinished = gossamer("report", "c")
+    assert unfinished.code == 2
+    assert "gossamer compare --resume c" in unfinished.error_line
     simulation.ending = lambda rounds_completed, stop: None
     outcome = gossamer("compare", "--resume", "c", "--json")
     assert outcome.code == 0

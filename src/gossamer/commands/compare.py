@@ -163,7 +163,7 @@ def run_comparison(
         for entry, plan in zip(comparison.entries, prepared, strict=True)
         if not comparison.folder_of(entry).is_finished
     ]
-    with Display(len(left)) as display, stopping_on_signals(display) as stop:
+    with Display(len(left)) as display, stopping_on_signals() as stop:
         for entry, plan in left:
             folder, checkpoint = comparison.folder_of(entry), None
             if folder.latest_checkpoint() is not None:

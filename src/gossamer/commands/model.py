@@ -139,7 +139,7 @@ def _trained_briefly(path: Path, rounds: int | None, changes: list[str]) -> tupl
     prepared = prepare(load_recipe(path, changes))
     if prepared.recipe.run.numerics == "none":
         raise ConfigError('sensitivity measures predictions: run.numerics must be "real"')
-    with Display(1) as display, stopping_on_signals(display) as stop:
+    with Display(1) as display, stopping_on_signals() as stop:
         progress = display.run(prepared.recipe.method.name)
         result = simulate_prepared(prepared, listener=progress, stop=stop)
         display.finish(progress)

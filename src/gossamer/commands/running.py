@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -130,7 +131,7 @@ def _keep(prepared: Prepared, folder: RunFolder, result: SimulationResult) -> No
 
 
 @contextmanager
-def stopping_on_signals(display: Display) -> Iterator[StopFlag]:
+def stopping_on_signals() -> Iterator[StopFlag]:
     """A flag that the first Ctrl-C (or SIGTERM) raises; the second aborts at once."""
     stop = StopFlag()
     asked = False
@@ -140,8 +141,9 @@ def stopping_on_signals(display: Display) -> Iterator[StopFlag]:
         if asked:
             raise KeyboardInterrupt
         asked = True
-        display.say("stopping at the next round boundary (again to abort)")
         stop.request()
+        # Not through a buffered stream: the signal may have come in the middle of a write to it.
+        os.write(2, b"\nstopping at the next round boundary (again to abort)\n")
 
     signals = (signal.SIGINT, signal.SIGTERM)
     previous = [signal.signal(number, handle) for number in signals]

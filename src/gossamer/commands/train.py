@@ -66,7 +66,7 @@ def train(
         folder = RunFolder.create(out, prepared.recipe)
     else:
         raise ConfigError("give a RECIPE to train, or --resume DIR to go on with a stopped run")
-    with Display(1) as display, stopping_on_signals(display) as stop:
+    with Display(1) as display, stopping_on_signals() as stop:
         summary = carry_out(
             prepared,
             folder,

@@ -82,6 +82,12 @@ class Comparison:
 
     def rows(self) -> list[dict[str, Any]]:
         """The summaries with their labels. Raises `ConfigError` where a run has not finished."""
+        unfinished = [e.label for e in self.entries if not self.folder_of(e).is_finished]
+        if unfinished:
+            raise ConfigError(
+                f"the comparison in {str(self.path)!r} has not finished ({unfinished[0]} is "
+                f"missing); continue it with: gossamer compare --resume {self.path}"
+            )
         return [{"label": e.label, **self.folder_of(e).summary()} for e in self.entries]
 
     def discard(self) -> None:

@@ -79,13 +79,12 @@ class RunFolder:
 
     def recipe(self) -> Recipe:
         """The resolved recipe. Raises `ConfigError` where this is no run folder."""
-        config = self.path / "config.toml"
-        if not config.is_file():
-            raise ConfigError(f"{str(self.path)!r} is not a run: it has no config.toml")
-        return load_recipe(config)
+        self._check_is_run()
+        return load_recipe(self.path / "config.toml")
 
     def summary(self) -> dict[str, Any]:
-        """`summary.json`. Raises `ConfigError` where the run has not finished."""
+        """`summary.json`. Raises `ConfigError` where this is no run, or one that is not over."""
+        self._check_is_run()
         if not self.is_finished:
             raise ConfigError(
                 f"the run in {str(self.path)!r} has not finished (no summary.json); continue it "
@@ -148,6 +147,17 @@ class RunFolder:
             (self.path / name).unlink(missing_ok=True)
         if self._made_here and not any(self.path.iterdir()):
             self.path.rmdir()
+
+    def _check_is_run(self) -> None:
+        if not self.path.is_dir():
+            raise ConfigError(f"no folder {str(self.path)!r}; give the folder of a run")
+        if (self.path / "methods.json").is_file():
+            runs = sorted(p.parent.name for p in self.path.glob("*/config.toml"))
+            raise ConfigError(
+                f"{str(self.path)!r} is a comparison; give one of its runs in it: {', '.join(runs)}"
+            )
+        if not (self.path / "config.toml").is_file():
+            raise ConfigError(f"{str(self.path)!r} is not a run: it has no config.toml")
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
         path = self.path / name
