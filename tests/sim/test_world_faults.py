@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from gossamer.errors import GossamerError, NonFiniteError, RunFailed
@@ -77,7 +77,7 @@ def test_all_crashing_is_a_typed_failure():
 
 
 def test_a_short_hang_only_delays_and_a_long_one_costs_the_membership():
-    short = run(DiLoCo(inner_steps=4), faults=Faults(hangs=[Hang(worker=3, start=6, duration=20)]))
+    short = run(DiLoCo(inner_steps=4), faults=Faults(hangs=[Hang(worker=3, start=1, duration=20)]))
     assert not [e for e in short.history if e["kind"] in ("lost", "joined")]
     calm = run(DiLoCo(inner_steps=4))
     assert short.summary["time_s"] == pytest.approx(calm.summary["time_s"] + 20, abs=0.5)
@@ -151,7 +151,7 @@ def test_a_typed_failure_says_how_to_replay_it():
     assert isinstance(caught.value, GossamerError) and not isinstance(caught.value, NonFiniteError)
 
 
-moments = st.floats(min_value=0, max_value=90, allow_nan=False)
+moments = st.floats(min_value=0.5, max_value=90, allow_nan=False)
 spans = st.floats(min_value=0.5, max_value=150, allow_nan=False)
 victims = st.integers(0, 3)
 
@@ -189,7 +189,7 @@ networks = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(deadline=None, max_examples=40, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(
     faults=fault_plans,
     network=networks,

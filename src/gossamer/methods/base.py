@@ -56,6 +56,11 @@ class Method(Settings):
         return None
 
     @property
+    def moments_are_shared(self) -> bool:
+        """Whether all workers hold the same inner moments, so that a joiner must take a donor's."""
+        return False
+
+    @property
     def overlaps(self) -> bool:
         """Whether part of the communication is hidden behind training."""
         return False

@@ -38,6 +38,10 @@ class DataParallel(Method):
     name: ClassVar[str] = "data_parallel"
     State: ClassVar[type[MethodState]] = MethodState
 
+    @property
+    def moments_are_shared(self) -> bool:
+        return True
+
     def init(self, replica: Replica) -> MethodState:
         return MethodState()
 

@@ -76,7 +76,7 @@ class Cuts:
     def _complete_if_all_passed(self, cut: Cut) -> None:
         members = self._world.members
         for worker in members.of_round(cut.round_index).workers:
-            if worker not in cut.passed_ns and not members.is_gone(worker):
+            if worker not in cut.passed_ns and members.takes_part(worker, cut.round_index):
                 return
         if not cut.passed_ns or self._open.pop(cut.round_index, None) is None:
             return

@@ -105,9 +105,16 @@ class Joins:
                     "learning_rate": replica.learning_rate,
                 }
             )
-            self._transfers.append(
-                self._world.loop.create_task(self._send(ctx, join, tensors), name="donor")
-            )
+            transfer = self._world.loop.create_task(self._send(ctx, join, tensors), name="donor")
+            transfer.add_done_callback(_raise_error)
+            self._transfers.append(transfer)
+
+    @property
+    def _policy(self) -> str:
+        """Whose inner moments a joiner goes on with."""
+        if self._world.method.moments_are_shared:
+            return "donor"
+        return self._world.settings.faults.rejoin_moments
 
     def _tag(self, join: Join, part: int) -> Tag:
         return Tag("join", join.activation, step=self._attempts[join.worker], part=part)
@@ -116,13 +123,15 @@ class Joins:
         replica = ctx.replica
         tensors = [replica.parameters, replica.buffers, replica.counters.to(replica.buffers.dtype)]
         tensors += state_tensors(state).values()
-        if self._world.settings.faults.rejoin_moments == "donor" and replica.optimizer is not None:
+        if self._policy == "donor" and replica.optimizer is not None:
             tensors += replica.optimizer.state_tensors().values()
         return tensors
 
     async def _send(self, ctx: SimContext, join: Join, tensors: list[Tensor]) -> None:
         for part, tensor in enumerate(tensors):
-            await send_until_delivered(ctx, join.worker, self._tag(join, part), tensor, False)
+            small = tensor.numel() < ctx.replica.layout.numel  # stands for nothing larger
+            tag = self._tag(join, part)
+            await send_until_delivered(ctx, join.worker, tag, tensor, exact=small)
 
     async def _receive(
         self, join: Join, scalars: dict[str, Any]
@@ -135,8 +144,7 @@ class Joins:
         names = list(state_tensors(blank))
         donor = world.replicas[join.donor]
         moments: list[str] = []
-        policy = world.settings.faults.rejoin_moments
-        if policy == "donor" and donor.optimizer is not None:
+        if self._policy == "donor" and donor.optimizer is not None:
             moments = list(donor.optimizer.state_tensors())
         received: list[Tensor] = []
         for part in range(3 + len(names) + len(moments)):
@@ -149,7 +157,7 @@ class Joins:
         replica.counters.copy_(received[2])
         replica.steps_completed = scalars["steps_completed"]
         replica.learning_rate = scalars["learning_rate"]
-        if replica.optimizer is not None and policy != "keep":
+        if replica.optimizer is not None and self._policy != "keep":
             values = received[3 + len(names) :]
             replica.optimizer.load_state_tensors(dict(zip(moments, values, strict=True)))
         tensors = dict(zip(names, received[3 : 3 + len(names)], strict=True))
@@ -185,3 +193,9 @@ class Joins:
         """The run is over."""
         for task in self._transfers:
             task.cancel()
+
+
+def _raise_error(task: asyncio.Task[None]) -> None:
+    """A donor's background work that fails is a fault of ours: end the run with it."""
+    if not task.cancelled():
+        task.result()

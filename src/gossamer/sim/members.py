@@ -18,6 +18,7 @@ class MemberLog:
         self._versions: list[tuple[int, Membership]] = [(0, Membership(0, workers))]
         self.newest_started = -1
         self._gone: set[int] = set()  # membership tests only, never iterated
+        self._since: dict[int, int] = {}  # first round of a worker that came back
 
     def of_round(self, round_index: int) -> Membership:
         """The members of a round, as it was or will be started."""
@@ -38,7 +39,7 @@ class MemberLog:
     def present(self, round_index: int) -> Membership:
         """The members of a round that are still there; the epoch counts those that left."""
         planned = self.of_round(round_index)
-        workers = tuple(w for w in planned.workers if w not in self._gone)
+        workers = tuple(w for w in planned.workers if self.takes_part(w, round_index))
         epoch = (planned.epoch << 16) + len(planned.workers) - len(workers)
         return Membership(epoch, workers)
 
@@ -49,8 +50,9 @@ class MemberLog:
 
     def add(self, worker: int) -> int:
         """A worker returns; the first round that it takes part in."""
-        self._gone.discard(worker)
         activation = self.newest_started + 1
+        self._gone.discard(worker)
+        self._since[worker] = activation
         self._change(lambda workers: sorted({*workers, worker}), activation)
         return activation
 
@@ -66,7 +68,12 @@ class MemberLog:
         self._versions = kept + changed
 
     def is_gone(self, worker: int) -> bool:
+        """Whether a worker is away, or was given up."""
         return worker in self._gone
+
+    def takes_part(self, worker: int, round_index: int) -> bool:
+        """Whether a member of a round, as planned, is still in it (not gone, nor come back later)."""
+        return worker not in self._gone and self._since.get(worker, 0) <= round_index
 
     def dump(self) -> dict[str, object]:
         """As JSON."""
@@ -74,6 +81,7 @@ class MemberLog:
             "versions": [[s, m.epoch, list(m.workers)] for s, m in self._versions],
             "newest_started": self.newest_started,
             "gone": sorted(self._gone),
+            "since": sorted(self._since.items()),
         }
 
     @classmethod
@@ -82,7 +90,7 @@ class MemberLog:
         versions = saved["versions"]
         assert isinstance(versions, list)
         log._versions = [(s, Membership(e, tuple(w))) for s, e, w in versions]
-        newest, gone = saved["newest_started"], saved["gone"]
-        assert isinstance(newest, int) and isinstance(gone, list)
-        log.newest_started, log._gone = newest, set(gone)
+        newest, gone, since = saved["newest_started"], saved["gone"], saved["since"]
+        assert isinstance(newest, int) and isinstance(gone, list) and isinstance(since, list)
+        log.newest_started, log._gone, log._since = newest, set(gone), dict(since)
         return log

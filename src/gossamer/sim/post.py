@@ -54,7 +54,7 @@ def digest(payload: Tensor) -> int:
     """A number that changes when the payload does; 0 for tensors without storage."""
     if payload.is_meta or payload.numel() == 0:
         return 0
-    raw = payload.detach().contiguous().view(torch.uint8).numpy().reshape(-1)
+    raw = payload.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     whole = raw.size - raw.size % 8
     words = np.add.reduce(raw[:whole].view(np.uint64), dtype=np.uint64)
     return int(words) ^ int(np.add.reduce(raw[whole:], dtype=np.uint64))
