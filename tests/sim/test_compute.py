@@ -113,11 +113,15 @@ def test_the_same_steps_in_several_calls_end_at_the_same_nanosecond(
     assert now_ns == compute.finish_ns(0, start_ns, 3, sum(parts))
 
 
-@given(st.integers(0, 600 * NS_PER_S), st.integers(1, 200))
-@settings(max_examples=40)
-def test_work_done_equals_time_weighted_by_speed(start_ns: int, num_steps: int) -> None:
+@given(st.integers(0, 600 * NS_PER_S), st.integers(1, 200), st.sampled_from([0.0, 0.3]))
+@settings(max_examples=60)
+def test_work_done_equals_time_weighted_by_speed(
+    start_ns: int, num_steps: int, jitter: float
+) -> None:
     faults = Faults(**_FAULTS)
-    end_ns = model(faults, seed=4, step_time=0.9).finish_ns(0, start_ns, 0, num_steps)
+    compute = model(faults, seed=4, step_time=0.9, jitter=jitter)
+    end_ns = compute.finish_ns(0, start_ns, 0, num_steps)
+    work_ns = sum(compute.step_ns(0, step) for step in range(num_steps))
     plan = FaultPlan(faults, 2, seed=4)
     cuts = {start_ns, end_ns}
     for kind in ("slow", "hang"):
@@ -128,7 +132,7 @@ def test_work_done_equals_time_weighted_by_speed(start_ns: int, num_steps: int) 
         if plan.frozen_until(0, left) == left:
             work += (right - left) / plan.slow_factor(0, left)
     # Each step may end up to a nanosecond late, since steps end on whole ones.
-    assert -1e-3 <= work - num_steps * 900_000_000 <= num_steps
+    assert -1e-3 <= work - work_ns <= num_steps
 
 
 @pytest.mark.parametrize(
