@@ -344,6 +344,60 @@ def test_survivors_do_without_a_worker_whose_link_is_down_and_it_keeps_its_own()
         assert torch.equal(mine, results[0][1])
 
 
+def test_who_is_not_heard_reporting_is_left_out_though_its_contribution_came() -> None:
+    """Worker 2's link fails after its contribution has left and before its report does."""
+    values = inputs(4, 100)
+    faults = Faults(outages=({"worker": 2, "start": 0.5, "duration": 1000.0},))
+
+    async def work(ctx: Context, round_: Round) -> tuple[tuple[int, ...], Tensor]:
+        mine = values[ctx.worker].clone()
+        return await average_survivors(ctx, round_, "mix", mine), mine
+
+    outcome = run_workers(4, work, network=Network(latency=1.0), faults=faults)
+    assert [survivors for survivors, _ in outcome.results.values()] == [
+        (0, 1, 3), (0, 1, 3), (2,), (0, 1, 3),
+    ]  # fmt: skip
+    mixed = torch.stack([mine for _, mine in outcome.results.values()])
+    assert torch.allclose(mixed.sum(0), values.sum(0), rtol=0, atol=1e-14)
+
+
+def test_a_vote_that_is_not_heard_is_a_no() -> None:
+    """Worker 2's link fails when all sums have left and the votes have not."""
+    values = inputs(3, 100)
+    faults = Faults(outages=({"worker": 2, "start": 1.5, "duration": 1000.0},))
+
+    async def work(ctx: Context, round_: Round) -> Tensor:
+        mine = values[ctx.worker].clone()
+        with pytest.raises(CollectiveFailed):
+            await all_reduce_mean(ctx, round_.tag("sum"), round_.members.workers, mine)
+        return mine
+
+    outcome = run_workers(3, work, network=Network(latency=1.0), faults=faults)
+    assert torch.equal(torch.stack(list(outcome.results.values())), values)
+
+
+@pytest.mark.parametrize("average", ["all_reduce", "survivors", "pair"])
+def test_values_that_are_not_finite_end_their_worker_before_anything_is_sent(average: str) -> None:
+    values = inputs(2, 10)
+    values[1, 3] = float("nan")
+
+    async def work(ctx: Context, round_: Round) -> Tensor:
+        mine = values[ctx.worker].clone()
+        if average == "pair":
+            await average_pair(ctx, round_, "mix", mine, 1 - ctx.worker)
+        elif average == "survivors":
+            await average_survivors(ctx, round_, "mix", mine)
+        else:
+            await all_reduce_until_complete(ctx, round_, "mix", mine)
+        return mine
+
+    outcome = run_workers(2, work)
+    assert [(lost["worker"], lost["cause"]) for lost in outcome.lost] == [(1, "non_finite")]
+    assert "mix vector of worker 1 is not finite" in outcome.lost[0]["reason"]
+    assert outcome.ledger.total(sender=1) == 0
+    assert torch.equal(outcome.results[0], values[0])
+
+
 def test_a_worker_that_comes_too_late_is_left_out_and_owns_its_vector_again() -> None:
     """The others go on without it; it may write at once, though its chunks are still on their way.
 
@@ -371,20 +425,24 @@ def test_a_worker_that_comes_too_late_is_left_out_and_owns_its_vector_again() ->
 
 
 @pytest.mark.parametrize("num_late", [1, 2, 3])
-def test_those_who_wait_for_late_ones_are_not_late_for_each_other(num_late: int) -> None:
-    """One deadline covers all late ones: it is not spent once for each, in each one's own order."""
+def test_one_deadline_is_spent_on_all_who_are_late_not_one_on_each(num_late: int) -> None:
+    """One for their contributions and one for their reports, from when the last in time came."""
     values = inputs(6, 12)
 
-    async def work(ctx: Context, round_: Round) -> tuple[int, ...]:
+    async def work(ctx: Context, round_: Round) -> tuple[tuple[int, ...], float]:
         if ctx.worker >= 6 - num_late:
             await asyncio.sleep(1000)
         elif ctx.worker == 0:
-            await asyncio.sleep(5)  # and the others wait as much longer
-        return await average_survivors(ctx, round_, "mix", values[ctx.worker].clone())
+            await asyncio.sleep(5)
+        survivors = await average_survivors(ctx, round_, "mix", values[ctx.worker].clone())
+        return survivors, ctx.now()
 
     outcome = run_workers(6, work, network=Network(deadline=10.0, latency="10ms"))
     in_time = tuple(range(6 - num_late))
-    assert [outcome.results[worker] for worker in in_time] == [in_time] * len(in_time)
+    for worker in in_time:
+        survivors, done_s = outcome.results[worker]
+        assert survivors == in_time
+        assert done_s < 5 + 2 * 10 + 1
     assert outcome.recorded("results_lost") == 0
 
 

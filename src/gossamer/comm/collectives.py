@@ -28,7 +28,7 @@ RESENDS_MAX = 20  # of one averaged chunk
 SEGMENTS = 8  # a link that fails is noticed after the first, and the rest does without it
 SEGMENT_VALUES_MIN = 1024  # shorter vectors are one segment
 _PHASES_PER_SEGMENT = 1000
-_LAST_LOOK = 0.01  # deadlines: the least time that is given to a message of a late group
+_LAST_LOOK = 0.01  # deadlines: the least time that is given to a message
 
 
 def check_finite(ctx: Context, values: Tensor, what: str) -> None:
@@ -247,19 +247,16 @@ async def _receive_all(
     tag: Tag,
     peers: Sequence[int],
     transfers: Mapping[int, Transfer] | None = None,
-    *,
-    patience: float = 1.0,
 ) -> dict[int, Tensor]:
     """What comes from `peers`; those whose message is lost or late are left out.
 
-    All share one deadline. Were it each peer's own, who waits for late ones would be late himself.
+    All share one deadline, which is not spent once for each late peer.
 
     Args:
         transfers: my own to these peers, given up where nothing comes in return.
-        patience: how many deadlines to wait.
     """
     received: dict[int, Tensor] = {}
-    until = ctx.now() + patience * ctx.deadline
+    until = ctx.now() + ctx.deadline
     for peer in peers:
         timeout = max(until - ctx.now(), ctx.deadline * _LAST_LOOK)
         try:
@@ -278,8 +275,7 @@ async def _agree_on_survivors(
     peers = [worker for worker in workers if worker != ctx.worker]
     for peer in peers:
         ctx.send(peer, tag, mine, exact=True)
-    # Who came a little later than I waits as much longer for one that does not come at all.
-    reports = {ctx.worker: mine, **await _receive_all(ctx, tag, peers, patience=2.0)}
+    reports = {ctx.worker: mine, **await _receive_all(ctx, tag, peers)}
     agreed = torch.stack(list(reports.values())).amin(dim=0).tolist()
     return tuple(w for w, heard in zip(workers, agreed, strict=True) if heard and w in reports)
 
