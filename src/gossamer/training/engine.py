@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gossamer.comm.context import TrainReport
 from gossamer.errors import ConfigError, NonFiniteError
@@ -51,14 +51,18 @@ class Engine:
         with _seeded(derive_seed(seed, "init")), torch.device("cpu" if real else "meta"):
             self.model = task.build()
         self.layout = ParameterLayout.of(self.model)
+        if real:
+            _check_has_storage(self.model)
         self.buffer_layout = BufferLayout.of(self.model)
         self.unit = task.unit if isinstance(task, Counts) else "samples"
         self.units_per_batch = task.units_per_batch if isinstance(task, Counts) else 1
         self._parameters = dict(self.model.named_parameters())
-        self._device = self._parameters[self.layout.names[0]].device
+        first = self._parameters[self.layout.names[0]]
+        self._device = first.device if real else torch.device("meta")
         self._gradient = self._new(self.layout.numel).zero_()
         self._cast = [s for s in self.layout.slots if s.dtype is not self.layout.dtype]
-        self._view_gradients()
+        if real:
+            self._view_gradients()
 
     def _new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(*shape, dtype=dtype or self.layout.dtype, device=self._device)
@@ -75,7 +79,7 @@ class Engine:
         start = self._new(self.layout.numel)
         for name, view in self.layout.views(start).items():
             view.copy_(self._parameters[name].detach())
-        floats = self._new(self.buffer_layout.num_floats)
+        floats = self._new(self.buffer_layout.num_floats, dtype=self.buffer_layout.dtype)
         integers = self._new(self.buffer_layout.num_integers, dtype=torch.int64)
         self.buffer_layout.store(self.model, floats, integers)
         rows = start.repeat(num_workers, 1)
@@ -176,11 +180,10 @@ class Engine:
         assert replica.optimizer is not None
         step = replica.steps_completed
         replica.learning_rate = learning_rate_at(step, self.training, self.total_steps)
-        if self.training.clip_norm > 0:
-            norm = float(torch.linalg.vector_norm(self._gradient))
-            self._check_finite("gradient", norm, replica)
-            if norm > self.training.clip_norm:
-                self._gradient.mul_(self.training.clip_norm / norm)
+        norm = float(torch.linalg.vector_norm(self._gradient))
+        self._check_finite("gradient", norm, replica)
+        if 0 < self.training.clip_norm < norm:
+            self._gradient.mul_(self.training.clip_norm / norm)
         replica.optimizer.step(replica.learning_rate)
         self._refresh_cast(replica.parameters)
         self._count(replica, 1, float("nan"))
@@ -242,6 +245,15 @@ class Engine:
         return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
 
 
+def _check_has_storage(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ConfigError(
+                f"{name!r} is on the meta device and has no values to train: build the model on "
+                f'the CPU, or run with numerics = "none"'
+            )
+
+
 def _seed_generators(seed: int) -> None:
     """Seed the global generators that modules draw from.
 
@@ -249,7 +261,7 @@ def _seed_generators(seed: int) -> None:
     that is not in use: a hundred times slower, and a queue that grows with every step.
     """
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)
 
 

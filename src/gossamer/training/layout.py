@@ -22,6 +22,7 @@ class Slot:
     offset: int
     dtype: torch.dtype
     decay: bool  # weight decay applies (matrices), or not (vectors, scalars)
+    aliases: tuple[str, ...] = ()  # its further names, where tied
 
     @property
     def numel(self) -> int:
@@ -46,20 +47,26 @@ class ParameterLayout:
     def of(cls, model: nn.Module) -> ParameterLayout:
         """The layout of a model's trainable parameters.
 
-        Raises `ConfigError` for a model with nothing to train or with complex or integer weights.
+        Raises `ConfigError` for a model with nothing to train, with complex weights, or with lazy
+        ones, whose shapes are not known yet.
         """
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        names: dict[nn.Parameter, list[str]] = {parameter: [] for _, parameter in named}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter in names:
+                names[parameter].append(name)
         if not named:
             raise ConfigError("the model has no trainable parameters; nothing can be trained")
         slots: list[Slot] = []
         offset = 0
+        for name, parameter in named:
+            _check_parameter(name, parameter)
         for decay in (True, False):
             for name, parameter in named:
                 if (parameter.ndim >= 2) is not decay:
                     continue
-                if not parameter.is_floating_point():
-                    raise ConfigError(f"parameter {name!r} is {parameter.dtype}; floats expected")
-                slot = Slot(name, tuple(parameter.shape), offset, parameter.dtype, decay)
+                shape, aliases = tuple(parameter.shape), tuple(names[parameter][1:])
+                slot = Slot(name, shape, offset, parameter.dtype, decay, aliases)
                 slots.append(slot)
                 offset = slot.end
         return cls(tuple(slots))
@@ -92,11 +99,11 @@ class ParameterLayout:
         """The slices of the flat vector whose names match any of the globs, neighbours merged.
 
         A pattern also matches everything below a module: "layers.0" selects "layers.0.w.weight".
-        Raises `ConfigError` for a pattern that matches nothing.
+        A tied tensor has all of its names. Raises `ConfigError` for a pattern that matches nothing.
         """
         chosen: set[str] = set()
         for pattern in patterns:
-            hits = [n for n in self.names if _matches(n, pattern)]
+            hits = [s.name for s in self.slots if _matches(s, pattern)]
             if not hits:
                 hint = nearest(pattern, _modules(self.names))
                 raise ConfigError(f"subset pattern {pattern!r} matches no tensor; {hint}")
@@ -114,8 +121,22 @@ def _modules(names: Iterable[str]) -> list[str]:
     return sorted({".".join(path[:depth]) for path in paths for depth in (1, 2)})
 
 
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, pattern + ".*")
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if nn.parameter.is_lazy(parameter):
+        raise ConfigError(
+            f"parameter {name!r} has no shape yet: run one batch through the model in the task's "
+            f"`build`, or use a module that is not lazy"
+        )
+    if not parameter.is_floating_point():
+        raise ConfigError(f"parameter {name!r} is {parameter.dtype}; floats expected")
+
+
+def _matches(slot: Slot, pattern: str) -> bool:
+    return any(
+        fnmatch.fnmatchcase(name, glob)
+        for name in (slot.name, *slot.aliases)
+        for glob in (pattern, pattern + ".*")
+    )
 
 
 def merge(slices: Iterable[slice]) -> tuple[slice, ...]:

@@ -18,7 +18,7 @@ class Replica:
         worker: whose replica it is.
         layout: where each tensor lies in `parameters`.
         parameters: [P], fp32 (fp64 where the model is); training and methods write to it in place.
-        buffers: [B], the model's floating-point buffers, same dtype.
+        buffers: [B], the model's floating-point buffers, fp32 (fp64 where one of them is).
         counters: [I], int64, the model's integer buffers.
         optimizer: None on tensors without storage.
         steps_completed: inner steps done so far; the index of the next one.
