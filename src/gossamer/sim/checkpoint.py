@@ -5,6 +5,8 @@ and the transfers of earlier rounds that were still on the network then or later
 their share of the links from what comes after. Nobody waits for these payloads (a message of a
 round that its receiver has completed is refused), so their bytes need not be kept.
 
+A boundary during which a worker dies, returns or is given up is not saved; the next one is.
+
 Layout of a checkpoint folder `round-000012`: `worker-003.safetensors` for each worker that takes
 part in round 12, and `state.json` with everything else. It is written beside its final name and
 renamed when complete.
@@ -30,9 +32,11 @@ from gossamer.comm.state import state_scalars, state_tensors, with_tensors
 from gossamer.errors import CheckpointError, ConfigError
 from gossamer.sim.context import SimContext, WorkerStats
 from gossamer.sim.lives import Absence
+from gossamer.sim.flow import Flow
 from gossamer.sim.members import MemberLog
-from gossamer.sim.network import Flow
 from gossamer.sim.post import flow_from_json, flow_to_json, of_earlier_round
+
+from gossamer.training.replica import Replica
 
 if TYPE_CHECKING:
     from gossamer.sim.world import World
@@ -60,12 +64,8 @@ class CheckpointWriter:
 
     @classmethod
     def begin(cls, world: World, round_index: int) -> CheckpointWriter | None:
-        """The first worker is at the boundary; None where the cut cannot be saved exactly.
-
-        That is while a worker which the others have given up has not noticed yet: it is in the
-        middle of a round that is not part of any boundary.
-        """
-        if any(life.phase == "expelled" for life in world.lives):
+        """The first worker is at the boundary; None while somebody is on the way in or out."""
+        if any(life.phase in ("expelled", "joining") for life in world.lives):
             return None
         root = world.settings.checkpoint_dir
         if root is None:
@@ -82,49 +82,63 @@ class CheckpointWriter:
         ]
         begun = {
             "members": world.members.dump(),
-            "absent": {str(w): _absent(world, w) for w in range(world.num_workers)},
-            "joins": world.joins.dump(),
+            "absent": {
+                str(worker): _absent(world, worker)
+                for worker, life in enumerate(world.lives)
+                if life.phase == "down"
+            },
+            "join_attempts": world.joins.attempts,
             "lost": list(world.lost),
             "flying": flying,
         }
-        now = world.loop.time_ns()
-        return cls(round_index, folder, now, begun, len(world.history))
+        writer = cls(round_index, folder, world.loop.time_ns(), begun, len(world.history))
+        for worker, life in enumerate(world.lives):
+            if life.phase == "down":
+                writer._save_tensors(world.replicas[worker], {})
+        return writer
 
     @property
     def _aside(self) -> Path:
         return self.folder.with_name(f".{self.folder.name}.partial")
 
+    def abandon(self, world: World) -> None:
+        """Somebody died or returned: this boundary is not saved."""
+        world.post.take_log(self.round_index)
+        shutil.rmtree(self._aside)
+
+    def _save_tensors(self, replica: Replica, more: dict[str, Tensor]) -> None:
+        assert replica.optimizer is not None  # only runs with numerics are saved
+        tensors = {"parameters": replica.parameters, "buffers": replica.buffers}
+        tensors["counters"] = replica.counters
+        tensors |= {f"moments.{n}": t for n, t in replica.optimizer.state_tensors().items()}
+        save_file(
+            {name: tensor.contiguous().clone() for name, tensor in (tensors | more).items()},
+            self._aside / f"worker-{replica.worker:03d}.safetensors",
+        )
+
     def add_worker(self, world: World, ctx: SimContext, state: MethodState) -> None:
         """Save one worker as it passes the boundary."""
         replica = ctx.replica
-        assert replica.optimizer is not None
-        tensors = {"parameters": replica.parameters, "buffers": replica.buffers}
-        tensors["counters"] = replica.counters
-        tensors |= {f"state.{name}": t for name, t in state_tensors(state).items()}
-        tensors |= {f"moments.{n}": t for n, t in replica.optimizer.state_tensors().items()}
-        save_file(
-            {name: tensor.contiguous().clone() for name, tensor in tensors.items()},
-            self._aside / f"worker-{ctx.worker:03d}.safetensors",
-        )
+        self._save_tensors(replica, {f"state.{n}": t for n, t in state_tensors(state).items()})
         self.workers[ctx.worker] = {
             "time_ns": world.loop.time_ns(),
             "state": state_scalars(state),
             "stats": dataclasses.asdict(ctx.stats),
             "chain": world.trace.chain(ctx.worker),
-            "steps_completed": replica.steps_completed,
-            "samples_completed": replica.samples_completed,
-            "learning_rate": replica.learning_rate,
+            **_counters(replica),
         }
         own = world.ledger.of_sender(ctx.worker)
         self.ledger += [entry for entry in own if entry.kind != "join"]
 
     def commit(self, world: World) -> None:
         """All have passed: write the rest, and give the folder its name."""
-        later = [e for e in world.history[self.num_history :] if e["kind"] in ("round", "measure")]
-        joins = [
+        later = world.history[self.num_history :]
+        # Those who passed have given their own entries; the others have sent nothing since.
+        rest = [
             entry
             for entry in world.ledger.entries()
-            if entry.kind == "join" and entry.round_index <= self.round_index
+            if entry.sender not in self.workers or entry.kind == "join"
+            if of_earlier_round(Tag(entry.kind, entry.round_index), self.round_index)
         ]
         document = {
             "schema_version": SCHEMA_VERSION,
@@ -133,10 +147,9 @@ class CheckpointWriter:
             "time_ns": self.begun_ns,
             "begun": self.begun,
             "workers": {str(worker): saved for worker, saved in sorted(self.workers.items())},
-            "deaths": [d for d in world.deaths if d["time_ns"] >= self.begun_ns],
             "later": world.post.take_log(self.round_index),
             "history": world.history[: self.num_history] + later,
-            "ledger": [list(entry) for entry in self.ledger + joins],
+            "ledger": [list(entry) for entry in self.ledger + rest],
         }
         with (self._aside / "state.json").open("w", encoding="utf-8") as file:
             json.dump(document, file)
@@ -156,39 +169,38 @@ def _rotate(root: Path) -> None:
 def _absent(world: World, worker: int) -> dict[str, Any]:
     life = world.lives[worker]
     return {
-        "phase": life.phase,
         "return_ns": life.absence.return_ns if life.absence else None,
         "reason": life.absence.reason if life.absence else "",
         "stats": dataclasses.asdict(world.stats[worker]),
         "chain": world.trace.chain(worker),
+        **_counters(world.replicas[worker]),
+    }
+
+
+def _counters(replica: Replica) -> dict[str, Any]:
+    return {
+        "steps_completed": replica.steps_completed,
+        "samples_completed": replica.samples_completed,
+        "learning_rate": replica.learning_rate,
     }
 
 
 @dataclass(frozen=True)
 class SavedWorker:
-    """One worker at the boundary."""
+    """One worker at the boundary, or as it was when it went away."""
 
-    time_ns: int
+    time_ns: int  # when it passed
+    state: MethodState | None  # None: it is away
+    absence: Absence | None
     parameters: Tensor
     buffers: Tensor
     counters: Tensor
     moments: dict[str, Tensor]
-    state: MethodState
     stats: WorkerStats
     chain: str
     steps_completed: int
     samples_completed: int
     learning_rate: float
-
-
-@dataclass(frozen=True)
-class SavedAbsence:
-    """One worker that was away when the cut began."""
-
-    phase: str
-    absence: Absence
-    stats: WorkerStats
-    chain: str
 
 
 @dataclass(frozen=True)
@@ -199,20 +211,12 @@ class Saved:
     time_ns: int
     members: MemberLog
     workers: dict[int, SavedWorker]
-    absent: dict[int, SavedAbsence]
-    deaths: list[dict[str, Any]]
-    joins: dict[str, Any]
+    join_attempts: list[int]
     history: list[dict[str, Any]]
     lost: list[dict[str, Any]]
     ledger: list[Entry]
     flying: list[dict[str, Any]]
     later: dict[str, list[dict[str, Any]]]
-
-    def death_of(self, worker: int) -> dict[str, Any] | None:
-        """How a worker that was there when the cut began died before it passed, if it did."""
-        if worker in self.workers:
-            return None
-        return next((death for death in self.deaths if death["worker"] == worker), None)
 
     def restore_network(self, world: World) -> None:
         """Put the old transfers back: they take their share of the links until they end."""
@@ -270,26 +274,14 @@ def load_checkpoint(path: Path, kind: type[MethodState], header: str) -> Saved:
     begun = document["begun"]
     workers = {
         int(worker): _load_worker(folder, int(worker), saved, kind)
-        for worker, saved in document["workers"].items()
-    }
-    absent = {
-        int(worker): SavedAbsence(
-            phase=saved["phase"],
-            absence=Absence(saved["return_ns"], saved["reason"]),
-            stats=WorkerStats(**saved["stats"]),
-            chain=saved["chain"],
-        )
-        for worker, saved in begun["absent"].items()
-        if int(worker) not in workers
+        for worker, saved in (begun["absent"] | document["workers"]).items()
     }
     return Saved(
         round_index=document["round"],
         time_ns=document["time_ns"],
         members=MemberLog.load(begun["members"]),
         workers=workers,
-        absent=absent,
-        deaths=document["deaths"],
-        joins=begun["joins"],
+        join_attempts=begun["join_attempts"],
         history=document["history"],
         lost=begun["lost"],
         ledger=[Entry(*entry) for entry in document["ledger"]],
@@ -307,15 +299,17 @@ def _load_worker(
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     fields = {n.removeprefix("state."): t for n, t in tensors.items() if n.startswith("state.")}
+    here = "state" in saved
     return SavedWorker(
-        time_ns=saved["time_ns"],
+        time_ns=saved["time_ns"] if here else 0,
+        state=with_tensors(kind, fields, saved["state"]) if here else None,
+        absence=None if here else Absence(saved["return_ns"], saved["reason"]),
         parameters=tensors["parameters"],
         buffers=tensors["buffers"],
         counters=tensors["counters"],
         moments={
             n.removeprefix("moments."): t for n, t in tensors.items() if n.startswith("moments.")
         },
-        state=with_tensors(kind, fields, saved["state"]),
         stats=WorkerStats(**saved["stats"]),
         chain=saved["chain"],
         steps_completed=saved["steps_completed"],

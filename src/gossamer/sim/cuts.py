@@ -68,6 +68,13 @@ class Cuts:
             writer = CheckpointWriter.begin(world, index)
         return Cut(index, measured, writer)
 
+    def disturb(self) -> None:
+        """Somebody dies, returns or is given up: the boundaries that are open are not saved."""
+        for cut in self._open.values():
+            if cut.writer is not None:
+                cut.writer.abandon(self._world)
+                cut.writer = None
+
     def member_gone(self) -> None:
         """Somebody who is gone will pass no more."""
         for cut in list(self._open.values()):

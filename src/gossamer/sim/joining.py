@@ -38,19 +38,13 @@ class Joins:
         self._world = world
         self._pending: dict[int, Join] = {}
         self._transfers: list[asyncio.Task[None]] = []
-        self._attempts = [0] * world.num_workers
+        self.attempts = [0] * world.num_workers
 
-    async def join(
-        self, worker: int, *, resumed: bool = False
-    ) -> tuple[SimContext, MethodState] | None:
-        """Take a donor's state; None where the run ends before this worker could take part.
-
-        `resumed`: the request was made before the checkpoint that the run goes on from.
-        """
+    async def join(self, worker: int) -> tuple[SimContext, MethodState] | None:
+        """Take a donor's state; None where the run ends before this worker could take part."""
         world = self._world
         while True:
-            join = self._pending[worker] if resumed else self._ask(worker)
-            resumed = False
+            join = self._ask(worker)
             if join is None:
                 return None
             scalars = await join.served
@@ -72,7 +66,7 @@ class Joins:
             return None
         join = Join(worker, donor, world.members.add(worker), world.loop.create_future())
         self._pending[worker] = join
-        self._attempts[worker] += 1
+        self.attempts[worker] += 1
         return join
 
     def _choose_donor(self) -> int | None:
@@ -117,7 +111,7 @@ class Joins:
         return self._world.settings.faults.rejoin_moments
 
     def _tag(self, join: Join, part: int) -> Tag:
-        return Tag("join", join.activation, step=self._attempts[join.worker], part=part)
+        return Tag("join", join.activation, step=self.attempts[join.worker], part=part)
 
     def _tensors(self, ctx: SimContext, state: MethodState) -> list[Tensor]:
         replica = ctx.replica
@@ -173,21 +167,6 @@ class Joins:
             },
         )
         return ctx, state
-
-    def dump(self) -> dict[str, Any]:
-        """As JSON: those on their way in, and how often each worker has asked."""
-        pending = [self._pending[worker] for worker in sorted(self._pending)]
-        return {
-            "pending": [[join.worker, join.donor, join.activation] for join in pending],
-            "attempts": self._attempts,
-        }
-
-    def load(self, saved: dict[str, Any]) -> None:
-        """Go on from what `dump` gave."""
-        self._attempts = list(saved["attempts"])
-        for worker, donor, activation in saved["pending"]:
-            served = self._world.loop.create_future()
-            self._pending[worker] = Join(worker, donor, activation, served)
 
     def close(self) -> None:
         """The run is over."""

@@ -171,7 +171,7 @@ def _check(settings: WorldSettings, numerics: str, resume: Path | None) -> None:
 
 
 def _header(settings: WorldSettings, training: Training, engine: Engine, numerics: str) -> str:
-    """All that decides the run, as JSON: what a resumed run must agree with, and the trace's root."""
+    """All that decides the run, as JSON: what a resumed run must agree with."""
     return json.dumps(
         {
             "seed": settings.seed,
