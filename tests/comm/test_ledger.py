@@ -82,7 +82,7 @@ def test_bytes_count_when_sent_though_they_are_lost() -> None:
 
 
 def test_a_small_model_is_charged_as_the_large_one_but_for_exact_messages() -> None:
-    """A million parameters of two bytes stand for four: a vector of 4 weighs 2 MB, one of 2 half."""
+    """A million parameters of two bytes stand for four: 4 values weigh 2 MB, 2 half."""
 
     async def work(ctx: Context, round_: Round) -> None:
         for length in (4, 2):
