@@ -80,7 +80,8 @@ def test_a_short_hang_only_delays_and_a_long_one_costs_the_membership():
     short = run(DiLoCo(inner_steps=4), faults=Faults(hangs=[Hang(worker=3, start=1, duration=20)]))
     assert not [e for e in short.history if e["kind"] in ("lost", "joined")]
     calm = run(DiLoCo(inner_steps=4))
-    assert short.summary["time_s"] == pytest.approx(calm.summary["time_s"] + 20, abs=0.5)
+    # Late, it has all contributions at once, and its results share its link with its own: 3 s.
+    assert 19.9 < short.summary["time_s"] - calm.summary["time_s"] < 23.1
     assert torch.equal(short.parameters, calm.parameters)
     long = run(
         DiLoCo(inner_steps=4),

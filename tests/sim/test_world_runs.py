@@ -12,7 +12,8 @@ import torch
 
 from gossamer.measure.settings import Measure
 from gossamer.methods import DataParallel, DiLoCo, FactoredGossip, LocalSGD, build_method
-from gossamer.mixing.matchings import matching_matrix, random_matching
+from gossamer.mixing.matchings import random_matching
+from gossamer.mixing.matrices import matching_matrix
 from gossamer.sim.compute import Timing
 from gossamer.sim.network import Network
 from gossamer.sim.simulate import simulate
@@ -78,9 +79,9 @@ def test_predicted_utilisation_of_other_settings(name, workers, inner_steps, per
 
 def test_failures_cost_diloco_its_repeats_and_gossip_next_to_nothing():
     lossy = {"failure_probability": 0.05}
-    for name in ("GlobalM1LocalM2", "GlobalM1LocalM2-subset", "GlobalM1", "LocalM1M2"):
+    for name in ("GlobalM1", "GlobalM1LocalM2-subset", "LocalM1M2"):
         calm = PUBLISHED[name][0]
-        measured = utilization(name, "100Mbit/s", network=lossy, rounds=25)
+        measured = utilization(name, "100Mbit/s", network=lossy, rounds=15)
         assert measured == pytest.approx(calm, abs=1.0), name
     result = simulate(
         method=DiLoCo(inner_steps=100),

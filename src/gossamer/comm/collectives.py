@@ -34,13 +34,18 @@ _LAST_LOOK = 0.01  # deadlines: the least time that is given to a message
 def check_finite(ctx: Context, values: Tensor, what: str) -> None:
     """Raise `NonFiniteError` where `values`, this worker's own, hold NaN or infinity."""
     if not is_finite(values):
-        replica = ctx.replica
-        raise NonFiniteError(
-            what,
-            worker=ctx.worker,
-            step=replica.steps_completed,
-            learning_rate=replica.learning_rate,
-        )
+        raise non_finite(ctx, what)
+
+
+def non_finite(ctx: Context, what: str) -> NonFiniteError:
+    """The error for a quantity of this worker that is not finite."""
+    replica = ctx.replica
+    return NonFiniteError(
+        what,
+        worker=ctx.worker,
+        step=replica.steps_completed,
+        learning_rate=replica.learning_rate,
+    )
 
 
 def is_finite(values: Tensor) -> bool:

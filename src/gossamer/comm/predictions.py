@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gossamer.comm.collectives import average_survivors
+from gossamer.comm.collectives import average_survivors, non_finite
 from gossamer.comm.context import Context, Round
 from gossamer.errors import CommError
 from gossamer.measure.divergence import js_distance
@@ -26,6 +26,8 @@ async def group_js_distance(ctx: Context, round_: Round, group: Sequence[int]) -
         return 0.0
     tag = round_.tag("predictions")
     mine = await ctx.predict()
+    if bool(torch.isnan(mine).any()):  # infinitely unlikely classes are fine, NaN is divergence
+        raise non_finite(ctx, "prediction")
     peers = [worker for worker in group if worker != ctx.worker]
     for peer in peers:
         ctx.send(peer, tag, mine, exact=True)
@@ -37,6 +39,7 @@ async def group_js_distance(ctx: Context, round_: Round, group: Sequence[int]) -
             continue
         ordered = [mine, theirs] if ctx.worker < peer else [theirs, mine]
         distances.append(js_distance(ordered))
+    # Who hears nobody has nobody to mix with either: there is nothing to trigger.
     own = sum(distances) / len(distances) if distances else 0.0
     agreed = torch.tensor([own], dtype=torch.float64)
     await average_survivors(ctx, round_, "trigger", agreed, group=group, exact=True)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossamer.comm.collectives import mean_of
 from gossamer.measure.consensus import l2_consensus
 from gossamer.measure.divergence import js_distance, js_divergence_mway
 from gossamer.training.engine import Engine
@@ -16,14 +17,8 @@ from gossamer.training.engine import Engine
 
 def average(vectors: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
     """The averaged model: mean of parameters and float buffers, maximum of integer ones."""
-    parameters = vectors[0][0].clone()
-    buffers = vectors[0][1].clone()
-    counters = vectors[0][2].clone()
-    for other in vectors[1:]:
-        parameters.add_(other[0])
-        buffers.add_(other[1])
-        torch.maximum(counters, other[2], out=counters)
-    return parameters.div_(len(vectors)), buffers.div_(len(vectors)), counters
+    parameters, buffers, counters = zip(*vectors, strict=True)
+    return mean_of(parameters), mean_of(buffers), torch.stack(counters).amax(dim=0)
 
 
 def measure_replicas(
