@@ -28,12 +28,13 @@ from torch import Tensor
 
 from gossamer.comm.context import MethodState, Tag
 from gossamer.comm.ledger import Entry
+from gossamer.comm.members import MemberLog
 from gossamer.comm.state import state_scalars, state_tensors, with_tensors
 from gossamer.errors import CheckpointError, ConfigError
+from gossamer.fingerprint import first_difference
 from gossamer.sim.context import SimContext, WorkerStats
 from gossamer.sim.lives import Absence
 from gossamer.sim.flow import Flow
-from gossamer.sim.members import MemberLog
 from gossamer.sim.post import flow_from_json, flow_to_json, of_earlier_round
 
 from gossamer.training.replica import Replica
@@ -316,14 +317,3 @@ def _load_worker(
         samples_completed=saved["samples_completed"],
         learning_rate=saved["learning_rate"],
     )
-
-
-def first_difference(saved: Any, now: Any, where: str = "") -> str | None:
-    """The first setting in which two JSON documents differ, as text."""
-    if isinstance(saved, dict) and isinstance(now, dict):
-        for key in sorted({*saved, *now}):
-            found = first_difference(saved.get(key), now.get(key), f"{where}.{key}".strip("."))
-            if found is not None:
-                return found
-        return None
-    return None if saved == now else f"{where} was {saved!r} and is now {now!r}"

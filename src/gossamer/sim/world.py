@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gossamer.comm.context import MethodState
 from gossamer.comm.ledger import Ledger
+from gossamer.comm.members import MemberLog
 from gossamer.errors import (
     GossamerError,
     Interrupted,
@@ -34,7 +35,6 @@ from gossamer.sim.faults import Crash, FaultPlan, Faults
 from gossamer.sim.joining import Joins
 from gossamer.sim.listener import Listener, StopFlag
 from gossamer.sim.lives import Absence, Life
-from gossamer.sim.members import MemberLog
 from gossamer.sim.network import Network, SimNetwork
 from gossamer.sim.post import Post
 from gossamer.sim.trace import Trace
