@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gossamer import cli
+from gossamer.commands.compare import DEMO_METHODS
+from gossamer.config import load_recipe, prepare, variant
 from gossamer.errors import ConfigError, RunFailed
 from gossamer.errors import Interrupted as GossamerInterrupted
+from gossamer.methods import FactoredGossip
 from gossamer.report.run_folder import RunFolder, read_json_object
 from gossamer.sim.listener import StopFlag
 
@@ -217,12 +221,31 @@ def test_the_demo_compares_the_five_methods(
     outcome = gossamer("demo", "--set", "task.eval_sequences=4", "--set", "train.rounds=1")
     assert outcome.code == 0
     assert len(simulation.calls) == 5
+    rows = read_json_object(folder / "runs" / "demo-1" / "comparison.json")["rows"]
+    assert [row["label"] for row in rows] == [
+        "data_parallel",
+        "diloco",
+        "GlobalM1",
+        "GlobalM1LocalM2",
+        "GlobalM1LocalM2-subset",
+    ]
     timing = simulation.calls[0]["timing"]
     assert (timing.parameters, timing.payload_dtype, timing.step_time) == (1.5e9, "bf16", 2.355)
     assert {call["workers"] for call in simulation.calls} == {8}
-    assert (folder / "runs" / "demo-1" / "comparison.json").is_file()
     for hint in ("runs/demo-1", "gossamer report", "gossamer train recipes/shakespeare.toml"):
         assert hint in outcome.err
+
+
+def test_the_subset_of_the_demo_is_the_papers_share() -> None:
+    """43 % of the parameters; the paper's own list would be nearly all of so small a model."""
+    with resources.as_file(resources.files("gossamer") / "data" / "demo.toml") as path:
+        base = load_recipe(path, ["run.numerics=none"])
+    prepared = prepare(variant(base, DEMO_METHODS["GlobalM1LocalM2-subset"]))
+    method = prepared.recipe.method
+    assert isinstance(method, FactoredGossip)
+    slices = prepared.layout.select(method.mix2_subset or ())
+    share = sum(piece.stop - piece.start for piece in slices) / prepared.layout.numel
+    assert 0.42 < share < 0.44
 
 
 def test_methods_shows_every_hyperparameter(gossamer: Gossamer) -> None:

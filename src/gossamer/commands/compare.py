@@ -26,13 +26,16 @@ if TYPE_CHECKING:
     from gossamer.config import Prepared, Recipe
     from gossamer.report.comparison import Comparison, Entry
 
-DEMO_METHODS = (
-    "data_parallel",
-    "diloco",
-    "GlobalM1",
-    "GlobalM1LocalM2",
-    "GlobalM1LocalM2-subset",
-)
+# Label, and how the method is written. The paper's subset (embedding, head, two layers) is 43 % of
+# its 16 layers and nearly all of the demo's two; their first one is 43 % here, and the block that
+# `gossamer sensitivity` ranks first.
+DEMO_METHODS = {
+    "data_parallel": "data_parallel",
+    "diloco": "diloco",
+    "GlobalM1": "GlobalM1",
+    "GlobalM1LocalM2": "GlobalM1LocalM2",
+    "GlobalM1LocalM2-subset": "GlobalM1LocalM2-subset:mix2_subset=layers.0",
+}
 PLANNED_METHODS = ("data_parallel", "local_sgd", "diloco", "GlobalM1", "GlobalM1LocalM2",
                    "GlobalM1LocalM2-subset", "LocalM1M2")  # fmt: skip
 
@@ -123,11 +126,11 @@ def demo(out: OutOption = None, changes: SetOption = None, json: JsonOption = Fa
         gossamer demo --set network.bandwidth=1Gbit/s --out runs/fast-links
     """
     from gossamer.config import load_recipe
-    from gossamer.report.comparison import Comparison, entries_of
+    from gossamer.report.comparison import Comparison, Entry
 
     with resources.as_file(resources.files("gossamer") / "data" / "demo.toml") as path:
         base = load_recipe(path, changes or [])
-    entries = entries_of(DEMO_METHODS)
+    entries = [Entry(label, label, written) for label, written in DEMO_METHODS.items()]
     prepared = prepare_all(base, entries)
     comparison = Comparison.create(out, base, entries, stem="demo")
     run_comparison(comparison, prepared, json=json)

@@ -69,7 +69,8 @@ class Display:
             self._show_bars(run)
         elif now - self._last_line >= LINE_EVERY_S:
             self._last_line = now
-            self.console.print(run.line(self._position()), markup=False, highlight=False)
+            line = run.line(self._position())
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
         if at_end:
             self._finish(run)
 
