@@ -1,7 +1,7 @@
 """Every exception that Gossamer raises on purpose.
 
     GossamerError
-    ├── ConfigError (ValueError)      the user's mistake, found before anything runs      exit code 2
+    ├── ConfigError (ValueError)      the user's mistake, found before a run (exit 2)
     ├── CheckpointError               a checkpoint is missing, damaged or of another run
     ├── NonFiniteError                a loss, gradient or parameter became NaN or infinite
     ├── CommError                     a peer or a link let us down; the method decides what it means
@@ -15,8 +15,8 @@
     │   ├── Deadlock                  every task waits and no timer is left
     │   ├── DataRace                  a payload was written to while it was on its way
     │   └── InvariantViolated         an internal consistency check failed
-    ├── RunFailed                     the run cannot go on (all workers lost, ...)          exit code 3
-    └── Interrupted                   stopped by the user; a checkpoint to resume from exists   exit 130
+    ├── RunFailed                     the run cannot go on (exit 3)
+    └── Interrupted                   stopped by the user; a checkpoint exists (exit 130)
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") ->
     fault = error.errors()[0]
     where = prefix + ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
-        return f"unknown setting {where!r}; {nearest(str(fault['loc'][-1]), _names_at(fault['loc'], model))}"
+        hint = nearest(str(fault["loc"][-1]), _names_at(fault["loc"], model))
+        return f"unknown setting {where!r}; {hint}"
     message = fault["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     message = message[:1].lower() + message[1:] if message[1:2].islower() else message
     given = fault.get("input")

@@ -202,7 +202,7 @@ def textbook_diloco(task: Any, training: Training, *, workers: int, rounds: int,
 
 def reference_model(task: Any):
     """The initial weights that every run of this task and seed 0 starts from."""
-    from gossamer.training.engine import Engine  # noqa: PLC0415
+    from gossamer.training.engine import Engine
 
     engine = Engine(task, Training(), seed=0, total_steps=1, real=True)
     return copy.deepcopy(engine.model)
@@ -230,7 +230,7 @@ def test_data_parallel_with_sgd_is_one_big_batch():
         loss.backward()
         with torch.no_grad():
             for p in model.parameters():
-                p -= 0.1 * p.grad
+                p.sub_(0.1 * p.grad)
     for name, value in model.state_dict().items():
         assert torch.allclose(result.averaged[name], value, rtol=0, atol=1e-13), name
 

@@ -223,7 +223,10 @@ async def _average_level(
         return (ctx.worker,)
     part = _group_digest(survivors)
     results_tag = tag._replace(phase=tag.phase + 2, part=part)
-    await _share_results(ctx, results_tag, workers, survivors, chunks, contributions, exact)
+    owned = dict(zip(workers, chunks, strict=True))
+    await _share_results(
+        ctx, results_tag, survivors, chunks=owned, contributions=contributions, exact=exact
+    )
     orphans = [chunks[rank] for rank, worker in enumerate(workers) if worker not in survivors]
     if orphans:
         pending = torch.cat(orphans)
@@ -288,13 +291,13 @@ async def _agree_on_survivors(
 async def _share_results(
     ctx: Context,
     tag: Tag,
-    workers: tuple[int, ...],
     survivors: tuple[int, ...],
-    chunks: list[Tensor],
+    *,
+    chunks: dict[int, Tensor],
     contributions: dict[int, Tensor],
     exact: bool,
 ) -> None:
-    """Average my chunk, hand it to the survivors, and take theirs into `chunks`, in place."""
+    """Average my chunk, hand it to the survivors, and take theirs into `chunks` (by owner)."""
     peers = [worker for worker in survivors if worker != ctx.worker]
     mean = mean_of([contributions[worker] for worker in survivors])
     async with ctx.task_group() as tasks:
@@ -303,8 +306,8 @@ async def _share_results(
         for peer in peers:
             result = await recv_until_delivered(ctx, peer, tag)
             if result is not None:
-                chunks[workers.index(peer)].copy_(result)
-    chunks[workers.index(ctx.worker)].copy_(mean)
+                chunks[peer].copy_(result)
+    chunks[ctx.worker].copy_(mean)
 
 
 async def send_until_delivered(

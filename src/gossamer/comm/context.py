@@ -183,7 +183,7 @@ class Context(Protocol):
         """`async with ctx.task_group() as tasks: handle = tasks.start(coroutine)`; all joined."""
 
     async def checkpoint(self, state: MethodState) -> None:
-        """Publish `state` as of now: for checkpoints, donors and measurements. `rounds` calls it."""
+        """Publish `state`: for checkpoints, donors and measurements. `rounds` calls it."""
 
     def record(self, name: str, value: float) -> None:
         """A metric of this worker in this round."""

@@ -2,8 +2,8 @@
 
 Rules that every transport keeps (`gossamer.testing` has the suite that checks them):
 
-- A message is known by (sender, tag). It is delivered once, whole and undamaged, or it fails at both
-  ends. Its payload is never interpreted.
+- A message is known by (sender, tag). It is delivered once, whole and undamaged, or it fails at
+  both ends. Its payload is never interpreted.
 - `send` returns at once. From then until delivery the payload belongs to the transfer.
 - Delivered means accepted: the receiver's process has the whole payload and has not given it up. A
   receiver that timed out on a tag, or has begun a later round than the tag's, refuses the message,

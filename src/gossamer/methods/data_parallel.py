@@ -47,10 +47,11 @@ class DataParallel(Method):
 
     async def run(self, ctx: Context, state: MethodState) -> None:
         async for round_ in ctx.rounds(state):
+            agreed = round_
             for step in range(self.inner_steps):
                 gradient = (await ctx.gradient()).clone()
-                round_ = await all_reduce_until_complete(
-                    ctx, round_, "gradient", gradient, step=step
+                agreed = await all_reduce_until_complete(
+                    ctx, agreed, "gradient", gradient, step=step
                 )
                 ctx.apply_gradient(gradient)
-            await synchronise_buffers(ctx, round_, round_.members.workers)
+            await synchronise_buffers(ctx, agreed, agreed.members.workers)

@@ -71,7 +71,7 @@ class DiLoCo(Method):
         async for round_ in ctx.rounds(state):
             await ctx.train(self.inner_steps)
             delta = state.anchor - replica.parameters
-            round_ = await all_reduce_until_complete(ctx, round_, "outer", delta)
+            agreed = await all_reduce_until_complete(ctx, round_, "outer", delta)
             nesterov_step_(
                 state.anchor,
                 state.momentum,
@@ -80,4 +80,4 @@ class DiLoCo(Method):
                 momentum=self.outer_momentum,
             )
             replica.parameters.copy_(state.anchor)
-            await synchronise_buffers(ctx, round_, round_.members.workers)
+            await synchronise_buffers(ctx, agreed, agreed.members.workers)

@@ -45,6 +45,6 @@ class LocalSGD(Method):
         async for round_ in ctx.rounds(state):
             await ctx.train(self.inner_steps)
             mean = replica.parameters.clone()
-            round_ = await all_reduce_until_complete(ctx, round_, "average", mean)
+            agreed = await all_reduce_until_complete(ctx, round_, "average", mean)
             replica.parameters.copy_(mean)
-            await synchronise_buffers(ctx, round_, round_.members.workers)
+            await synchronise_buffers(ctx, agreed, agreed.members.workers)

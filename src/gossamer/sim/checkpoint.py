@@ -33,10 +33,9 @@ from gossamer.comm.state import state_scalars, state_tensors, with_tensors
 from gossamer.errors import CheckpointError, ConfigError
 from gossamer.fingerprint import first_difference
 from gossamer.sim.context import SimContext, WorkerStats
-from gossamer.sim.lives import Absence
 from gossamer.sim.flow import Flow
+from gossamer.sim.lives import Absence
 from gossamer.sim.post import flow_from_json, flow_to_json, of_earlier_round
-
 from gossamer.training.replica import Replica
 
 if TYPE_CHECKING:

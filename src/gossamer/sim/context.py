@@ -94,7 +94,9 @@ class SimContext:
         self._world.ledger.add(tag.round_index, tag.kind, self._worker, dst, num_bytes)
         if tag.kind != "join":  # a donor's background work, which is in no order with its own
             self._trace("send", dst, tag, num_bytes)
-        return self._world.post.send(self._worker, dst, tag, payload, num_bytes, exact)
+        return self._world.post.send(
+            self._worker, dst, tag, payload, num_bytes=num_bytes, exact=exact
+        )
 
     async def recv(self, src: int, tag: Tag, *, timeout: float | None = None) -> Tensor:
         wait_s = self.deadline if timeout is None else timeout

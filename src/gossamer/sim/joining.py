@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from gossamer.comm.collectives import recv_until_delivered, send_until_delivered
 from gossamer.comm.context import MethodState, Tag
-from gossamer.comm.state import state_scalars, state_tensors, with_tensors
+from gossamer.comm.donation import Moments, accept, donate, pack
 from gossamer.sim.context import SimContext
 
 if TYPE_CHECKING:
@@ -28,7 +25,7 @@ class Join:
     worker: int
     donor: int
     activation: int  # the first round it takes part in
-    served: asyncio.Future[dict[str, Any] | None]  # the donor's scalars; None: the donor is gone
+    served: asyncio.Future[bool]  # True: the donor sends; False: it is gone, or has passed already
 
 
 class Joins:
@@ -47,8 +44,7 @@ class Joins:
             join = self._ask(worker)
             if join is None:
                 return None
-            scalars = await join.served
-            entry = None if scalars is None else await self._receive(join, scalars)
+            entry = await self._receive(join) if await join.served else None
             self._pending.pop(worker, None)
             if entry is not None:
                 return entry
@@ -79,7 +75,7 @@ class Joins:
         """Joiners that waited for this donor look for another."""
         for join in list(self._pending.values()):
             if join.donor == worker and not join.served.done():
-                join.served.set_result(None)
+                join.served.set_result(False)
 
     def serve(self, ctx: SimContext, state: MethodState) -> None:
         """A worker at a boundary hands its state to the joiners that it is the donor of."""
@@ -88,84 +84,38 @@ class Joins:
             if not due or join.served.done():
                 continue
             if join.activation < state.rounds_completed:
-                join.served.set_result(None)  # passed it before the joiner asked: ask again
+                join.served.set_result(False)  # passed it before the joiner asked: ask again
                 continue
-            tensors = [tensor.clone() for tensor in self._tensors(ctx, state)]
-            replica = ctx.replica
-            join.served.set_result(
-                {
-                    "state": state_scalars(state),
-                    "steps_completed": replica.steps_completed,
-                    "learning_rate": replica.learning_rate,
-                }
+            join.served.set_result(True)
+            donation = pack(ctx.replica, state, self._moments)
+            tag = self._tag(join)
+            transfer = self._world.loop.create_task(
+                donate(ctx, join.worker, tag, donation), name="donor"
             )
-            transfer = self._world.loop.create_task(self._send(ctx, join, tensors), name="donor")
             transfer.add_done_callback(_raise_error)
             self._transfers.append(transfer)
 
     @property
-    def _policy(self) -> str:
+    def _moments(self) -> Moments:
         """Whose inner moments a joiner goes on with."""
         if self._world.method.moments_are_shared:
             return "donor"
         return self._world.settings.faults.rejoin_moments
 
-    def _tag(self, join: Join, part: int) -> Tag:
-        return Tag("join", join.activation, step=self.attempts[join.worker], part=part)
+    def _tag(self, join: Join) -> Tag:
+        return Tag("join", join.activation, step=self.attempts[join.worker])
 
-    def _tensors(self, ctx: SimContext, state: MethodState) -> list[Tensor]:
-        replica = ctx.replica
-        tensors = [replica.parameters, replica.buffers, replica.counters.to(replica.buffers.dtype)]
-        tensors += state_tensors(state).values()
-        if self._policy == "donor" and replica.optimizer is not None:
-            tensors += replica.optimizer.state_tensors().values()
-        return tensors
-
-    async def _send(self, ctx: SimContext, join: Join, tensors: list[Tensor]) -> None:
-        for part, tensor in enumerate(tensors):
-            small = tensor.numel() < ctx.replica.layout.numel  # stands for nothing larger
-            tag = self._tag(join, part)
-            await send_until_delivered(ctx, join.worker, tag, tensor, exact=small)
-
-    async def _receive(
-        self, join: Join, scalars: dict[str, Any]
-    ) -> tuple[SimContext, MethodState] | None:
-        """Take the donor's tensors, in the order of `_tensors`; None where one is missing."""
+    async def _receive(self, join: Join) -> tuple[SimContext, MethodState] | None:
+        """Take the donor's state; None where it does not come."""
         world, worker = self._world, join.worker
-        replica = world.replicas[worker]
         ctx = world.new_context(worker)
-        blank = world.method.init(replica)
-        names = list(state_tensors(blank))
-        donor = world.replicas[join.donor]
-        moments: list[str] = []
-        if self._policy == "donor" and donor.optimizer is not None:
-            moments = list(donor.optimizer.state_tensors())
-        received: list[Tensor] = []
-        for part in range(3 + len(names) + len(moments)):
-            tensor = await recv_until_delivered(ctx, join.donor, self._tag(join, part))
-            if tensor is None:
-                return None
-            received.append(tensor)
-        replica.parameters.copy_(received[0])
-        replica.buffers.copy_(received[1])
-        replica.counters.copy_(received[2])
-        replica.steps_completed = scalars["steps_completed"]
-        replica.learning_rate = scalars["learning_rate"]
-        if replica.optimizer is not None and self._policy != "keep":
-            values = received[3 + len(names) :]
-            replica.optimizer.load_state_tensors(dict(zip(moments, values, strict=True)))
-        tensors = dict(zip(names, received[3 : 3 + len(names)], strict=True))
-        state = with_tensors(type(blank), tensors, scalars["state"])
+        blank = world.method.init(ctx.replica)
+        state = await accept(ctx, join.donor, self._tag(join), blank, self._moments)
+        if state is None:
+            return None
         world.entered(worker, ctx)
-        world.emit(
-            "joined",
-            {
-                "worker": worker,
-                "donor": join.donor,
-                "round": join.activation,
-                "time_s": world.loop.time(),
-            },
-        )
+        fields = {"worker": worker, "donor": join.donor, "round": join.activation}
+        world.emit("joined", {**fields, "time_s": world.loop.time()})
         return ctx, state
 
     def close(self) -> None:

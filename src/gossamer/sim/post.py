@@ -131,7 +131,7 @@ class Post:
                 log[what].append({"time_ns": self.loop.time_ns(), "flow": flow_to_json(flow)})
 
     def send(
-        self, src: int, dst: int, tag: Tag, payload: Tensor, num_bytes: int, exact: bool
+        self, src: int, dst: int, tag: Tag, payload: Tensor, *, num_bytes: int, exact: bool
     ) -> Message:
         """Start a transfer of `num_bytes` on the network."""
         flow = Flow(src=src, dst=dst, num_bytes=num_bytes, tag=tag, on_done=self._arrive)
