@@ -1,0 +1,368 @@
+"""The sending half of the transport: one message from `send` to the receiver's verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import grpc
+from grpc import aio
+from torch import Tensor
+
+from gossamer.cluster.pacing import Line, Watchdog
+from gossamer.cluster.wire import (
+    CHUNK_BYTES_MAX,
+    NO_LIFE,
+    Header,
+    Reason,
+    Refused,
+    Reply,
+    chunk_of,
+    pack_header,
+    pack_trailer,
+    parse_reply,
+    raw_bytes,
+)
+from gossamer.errors import CommError, LinkFailed, PayloadCorrupt, PeerLost
+
+SERVICE = "gossamer.Transport"
+MESSAGE, WITHDRAW = "Message", "Withdraw"
+
+_FIRST_CHUNK_BYTES, _LEAST_CHUNK_BYTES = 1 << 16, 1 << 12
+_QUICK_S, _SLOW_S = 0.02, 0.25  # a write that takes less or more changes the size of the next
+_PACED_PIECE_S = 0.01  # on a line of limited rate a piece takes so long
+_BACKOFF_S, _BACKOFF_MAX_S = 0.05, 0.5
+
+RPC_ERRORS = (aio.AioRpcError, aio.BaseError, asyncio.InvalidStateError)
+"""What gRPC raises where a stream is no more."""
+
+
+@dataclass
+class Traffic:
+    """What a transport has done so far.
+
+    Args:
+        bytes_sent, bytes_received: frames handed to and taken from gRPC, headers and replies
+            included; TLS and HTTP/2 add about half a percent.
+        delivered, taken_in: messages accepted by others, and accepted here.
+        retries: attempts after a connection broke.
+        refused: messages that were not taken in here, by reason.
+    """
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    delivered: int = 0
+    taken_in: int = 0
+    retries: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+
+
+class _Broken(Exception):
+    """An attempt ended without a verdict."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        # Retrying does not make a certificate fit.
+        self.permanent = any(word in message.lower() for word in ("handshake", "certificate"))
+
+
+class Route(Protocol):
+    """The way to one peer, as a message needs it."""
+
+    worker: int
+    life: bytes  # the peer's, as far as it is known
+
+    def channel(self, control: bool) -> aio.Channel | None:
+        """An open or opening connection; None where no address is known."""
+
+    def slots(self, control: bool) -> asyncio.Semaphore:
+        """How many messages may be on their way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """What all messages of one transport share."""
+
+    keepalive_s: float
+    delay_s: float
+    line: Line
+    traffic: Traffic
+    background: Callable[[asyncio.Task[None]], None]  # keeps a task until it is done
+
+
+class Sending:
+    """One message on its way; implements `Transfer`."""
+
+    def __init__(
+        self, header: Header, payload: Tensor, route: Route, sender: Sender, *, control: bool
+    ) -> None:
+        self.header, self._route, self._sender = header, route, sender
+        self._payload: Tensor | None = payload
+        self._control = control
+        loop = asyncio.get_running_loop()
+        self._done: asyncio.Future[None] = loop.create_future()
+        self._done.add_done_callback(_mark_read)
+        self._watchdog: Watchdog | None = None
+        self._chunk_bytes = _FIRST_CHUNK_BYTES
+        self._begun = False
+        self._moved = -1  # bytes that the receiver has confirmed
+        self._offset: asyncio.Future[int] | None = None
+        self._task = loop.create_task(self._run(), name=f"send {header.tag} to {route.worker}")
+        sender.background(self._task)
+
+    # ------------------------------------------------------------------------------ for its owner
+
+    async def delivered(self) -> None:
+        """See `Transfer.delivered`."""
+        await asyncio.shield(self._done)
+
+    def cancel(self) -> None:
+        """See `Transfer.cancel`."""
+        self.abandon(LinkFailed(f"worker {self.header.sender} gave the transfer up"))
+
+    def abandon(self, error: CommError) -> None:
+        """End it now, with `error`, and withdraw what the receiver has not taken."""
+        if self._give_up(error):
+            self._task.cancel()
+
+    def _give_up(self, error: CommError) -> bool:
+        """Whether it had not failed before."""
+        if self._done.done():
+            if self._done.exception() is not None:
+                return False
+            # It was accepted; from now on it counts as failed.
+            self._done = asyncio.get_running_loop().create_future()
+            self._done.add_done_callback(_mark_read)
+        self._done.set_exception(error)
+        self._payload = None
+        if self._begun and not isinstance(error, PeerLost):
+            loop = asyncio.get_running_loop()
+            self._sender.background(loop.create_task(self._withdraw()))
+        return True
+
+    def when_done(self, callback: Callable[[Sending], None]) -> None:
+        """Call back once its task has ended."""
+        self._task.add_done_callback(lambda _: callback(self))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its fate is known."""
+        return self._done.done()
+
+    # ------------------------------------------------------------------------------- its own task
+
+    async def _run(self) -> None:
+        try:
+            async with self._route.slots(self._control):
+                await self._deliver()
+        except CommError as error:
+            if not self._done.done():
+                self._done.set_exception(error)
+        else:
+            if not self._done.done():
+                self._sender.traffic.delivered += 1
+                self._done.set_result(None)
+        finally:
+            self._payload = None
+            if not self._done.done():
+                self._done.set_exception(LinkFailed("the transport was closed"))
+
+    async def _deliver(self) -> None:
+        """Attempts until there is a verdict, or nothing has moved for the keepalive."""
+        task = asyncio.current_task()
+        assert task is not None
+        dog = self._watchdog = Watchdog(self._sender.keepalive_s, task.cancel)
+        trouble = "it does not answer"
+        backoff = _BACKOFF_S
+        try:
+            while True:
+                try:
+                    verdict = await self._attempt()
+                    if verdict.reason is not Reason.GONE or verdict.kind == "accepted":
+                        break
+                    trouble = verdict.text  # it may not know yet that we are back
+                except _Broken as broken:
+                    trouble = str(broken)
+                    if broken.permanent:
+                        raise LinkFailed(self._failure(trouble)) from None
+                await asyncio.sleep(backoff)
+                backoff = min(2 * backoff, _BACKOFF_MAX_S)
+        except asyncio.CancelledError:
+            if not dog.tripped or self._done.done():
+                raise
+            task.uncancel()
+            error = LinkFailed(self._failure(trouble))
+            self._give_up(error)
+            raise error from None
+        finally:
+            dog.stop()
+        await asyncio.sleep(self._sender.delay_s)
+        if verdict.kind == "refused":
+            raise error_of(verdict.reason, f"worker {self._route.worker}: {verdict.text}")
+
+    def _failure(self, trouble: str) -> str:
+        return (
+            f"nothing moved from worker {self.header.sender} to worker {self._route.worker} for "
+            f"{self._sender.keepalive_s:g} s: {trouble}"
+        )
+
+    async def _attempt(self) -> Reply:
+        """One stream. Returns the verdict; raises `_Broken` where there is none."""
+        channel = self._route.channel(self._control)
+        if channel is None:
+            raise _Broken(f"no address is known for worker {self._route.worker}")
+        header = replace(self.header, receiver_life=self._route.life, retry=self._begun)
+        self._sender.traffic.retries += self._begun
+        self._offset = asyncio.get_running_loop().create_future()
+        if not self._begun:
+            self._offset.set_result(0)  # a first attempt need not ask where to begin
+        self._begun = True
+        method: aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
+            f"/{SERVICE}/{MESSAGE}"
+        )
+        call: aio.StreamStreamCall[bytes, bytes] = method()
+        writer = asyncio.get_running_loop().create_task(self._write(call, header))
+        try:
+            return await self._read(call)
+        except RPC_ERRORS as error:
+            raise _Broken(_describe(error)) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling() == 0:  # the call was cancelled, not we
+                raise _Broken("the receiver ended the stream") from None
+            raise
+        finally:
+            writer.cancel()
+            call.cancel()
+            await asyncio.wait([writer])
+            if not writer.cancelled() and (failure := writer.exception()) is not None:
+                raise failure
+
+    async def _read(self, call: aio.StreamStreamCall[bytes, bytes]) -> Reply:
+        """Replies until the verdict."""
+        assert self._watchdog is not None and self._offset is not None
+        while True:
+            frame = await call.read()
+            if not isinstance(frame, bytes):
+                raise _Broken(f"the stream ended early: {await call.details() or 'no reason'}")
+            self._sender.traffic.bytes_received += len(frame)
+            try:
+                reply = parse_reply(frame)
+            except Refused as refused:
+                raise LinkFailed(f"worker {self._route.worker}: {refused}") from None
+            if reply.kind in ("accepted", "refused"):
+                return reply
+            if reply.kind == "go":
+                if self._route.life == NO_LIFE:
+                    self._route.life = reply.life
+                if not self._offset.done():
+                    self._offset.set_result(reply.num_bytes)
+                if reply.num_bytes <= self._moved:
+                    continue  # a connection that breaks again and again moves nothing
+            self._moved = max(self._moved, reply.num_bytes)
+            self._watchdog.feed()
+
+    async def _write(self, call: aio.StreamStreamCall[bytes, bytes], header: Header) -> None:
+        """Header, chunks and trailer. What goes wrong with the stream, its reader sees as well."""
+        payload = self._payload
+        assert payload is not None and self._offset is not None and self._watchdog is not None
+        try:
+            await self._put(call, pack_header(header))
+            raw = raw_bytes(payload)
+            checksum, place = await self._skip(raw, await self._offset)
+            while place < raw.numel():
+                end = min(raw.numel(), place + self._next_chunk_bytes())
+                await self._pace(end - place)
+                chunk = chunk_of(raw, place, end)
+                checksum = zlib.crc32(chunk, checksum)
+                await self._put(call, chunk)
+                self._watchdog.feed()
+                place = end
+            await self._put(call, pack_trailer(checksum))
+            await call.done_writing()
+        except RPC_ERRORS:
+            pass  # `_read` has the reason, or the verdict that made the receiver hang up
+
+    async def _skip(self, raw: Tensor, offset: int) -> tuple[int, int]:
+        """The checksum of what the receiver has already."""
+        checksum, place = 0, 0
+        while place < offset:
+            end = min(offset, place + CHUNK_BYTES_MAX)
+            checksum = zlib.crc32(chunk_of(raw, place, end), checksum)
+            place = end
+            await asyncio.sleep(0)
+        return checksum, place
+
+    def _next_chunk_bytes(self) -> int:
+        piece = self._sender.line.piece_bytes(_PACED_PIECE_S)
+        return max(_LEAST_CHUNK_BYTES // 4, int(min(self._chunk_bytes, piece)))
+
+    async def _pace(self, num_bytes: int) -> None:
+        """Wait for the line."""
+        loop = asyncio.get_running_loop()
+        if self._sender.line.rate is None or self._control:
+            return
+        when = self._sender.line.send(num_bytes, loop.time())
+        while (left := when - loop.time()) > 0:
+            # The wait is our own, not the peer's: no stall.
+            await asyncio.sleep(min(left, self._sender.keepalive_s / 4))
+            if self._watchdog is not None:
+                self._watchdog.feed()
+
+    async def _put(self, call: aio.StreamStreamCall[bytes, bytes], frame: bytes) -> None:
+        """Write a frame; the next chunk is larger or smaller by how long that took."""
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        if self._control:
+            self._sender.line.charge(len(frame), start)
+        await call.write(frame)
+        took_s = loop.time() - start
+        self._sender.traffic.bytes_sent += len(frame)
+        if took_s < _QUICK_S and len(frame) >= self._chunk_bytes:
+            self._chunk_bytes = min(2 * self._chunk_bytes, CHUNK_BYTES_MAX)
+        elif took_s > _SLOW_S:
+            self._chunk_bytes = max(self._chunk_bytes // 2, _LEAST_CHUNK_BYTES)
+
+    async def _withdraw(self) -> None:
+        """Tell the receiver, for as long as a message would be tried."""
+        frame = pack_header(self.header)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._sender.keepalive_s
+        backoff = _BACKOFF_S
+        while (left := until - loop.time()) > 0:
+            channel = self._route.channel(True)
+            if channel is None:
+                return
+            try:
+                method: aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(
+                    f"/{SERVICE}/{WITHDRAW}"
+                )
+                await method(frame, timeout=left)
+                return
+            except aio.AioRpcError as error:
+                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL):
+                    return
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, _BACKOFF_MAX_S)
+
+
+def error_of(reason: Reason, message: str) -> CommError:
+    """The error that a refusal is for both ends."""
+    if reason in (Reason.CHECKSUM, Reason.NOT_FINITE):
+        return PayloadCorrupt(message)
+    return Refused(reason, message)
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, aio.AioRpcError):
+        return error.details() or error.code().name
+    return str(error) or type(error).__name__
+
+
+def _mark_read(future: asyncio.Future[None]) -> None:
+    """A failure that nobody awaits is the method's decision, not a lost error."""
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,241 @@
+"""The server's side of one message: check, wait for room, fill, decide."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import zlib
+from typing import Any
+
+import numpy as np
+from grpc import aio
+
+from gossamer.cluster.certs import worker_name
+from gossamer.cluster.inbox import Entry, Inbox, refusal_of
+from gossamer.cluster.limits import Limits
+from gossamer.cluster.outbox import RPC_ERRORS, Traffic, error_of
+from gossamer.cluster.pacing import Line, Watchdog
+from gossamer.cluster.wire import (
+    CHUNK_BYTES_MAX,
+    NO_LIFE,
+    ORDINARY,
+    Header,
+    Reason,
+    Refused,
+    Reply,
+    check_trailer,
+    is_finite_chunk,
+    pack_reply,
+    parse_header,
+)
+
+_log = logging.getLogger(__name__)
+_PROGRESS_S = 0.2  # how often a sender hears of progress
+_WARNINGS_MAX = 1000  # different ones in a process's life
+_STREAMS_SLACK = 64
+
+Context = aio.ServicerContext[bytes, bytes]
+
+
+class _Stream:
+    """The task that serves one message, which the inbox may end."""
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.task = task
+        self.stopped = False
+
+    def stop(self) -> None:
+        self.stopped = True
+        self.task.cancel()
+
+
+class Receiver:
+    """Serves the messages that others send to one worker."""
+
+    def __init__(
+        self,
+        worker: int,
+        run_id: str,
+        life: bytes,
+        *,
+        limits: Limits,
+        inbox: Inbox,
+        line: Line,
+        delay_s: float,
+        traffic: Traffic,
+        secure: bool,
+    ) -> None:
+        self._worker, self._run_id, self._life = worker, run_id, life
+        self._limits, self._inbox, self._line = limits, inbox, line
+        self._delay_s, self._traffic, self._secure = delay_s, traffic, secure
+        self._streams: dict[int, int] = {}  # by sender
+        self._warned: set[tuple[Reason, str]] = set()  # membership tests only
+
+    # ------------------------------------------------------------------------------------- streams
+
+    async def message(self, _: Any, context: Context) -> None:
+        """The handler of one message's stream."""
+        stream = _Stream()
+        entry: Entry | None = None
+        sender = -1
+        try:
+            try:
+                header = await self._header(context)
+                sender = header.sender
+                self._streams[sender] = self._streams.get(sender, 0) + 1
+                if self._streams[sender] > 2 * (self._limits.streams_max + _STREAMS_SLACK):
+                    raise Refused(Reason.CROWDED, "too many messages at a time")
+                entry = self._inbox.offer(header)
+                if entry.in_flight:
+                    entry.stop = stream.stop
+                    await self._take(entry, context)
+                await self._reply(context, Reply("accepted"))
+            except Refused as refused:
+                await self._refuse(context, entry, stream, refused)
+            except asyncio.CancelledError:
+                if not stream.stopped or entry is None:
+                    raise
+                stream.task.uncancel()
+                if entry.error is not None:  # else the sender has opened another stream for it
+                    await self._refuse(context, entry, stream, refusal_of(entry))
+        except (asyncio.CancelledError, *RPC_ERRORS) as error:
+            if entry is not None and entry.stop == stream.stop:
+                self._inbox.broken(entry, self._limits.keepalive)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+        finally:
+            if sender >= 0:
+                self._streams[sender] -= 1
+
+    async def withdraw(self, request: bytes, context: Context) -> bytes:
+        """The handler of a withdrawal."""
+        try:
+            header = self._checked(request, context)
+        except Refused as refused:
+            self._note(refused, context)
+            return b""
+        self._traffic.bytes_received += len(request)
+        self._inbox.withdraw(header)
+        return b""
+
+    async def _header(self, context: Context) -> Header:
+        try:
+            async with asyncio.timeout(self._limits.header_timeout):
+                frame = await context.read()
+        except TimeoutError:
+            raise Refused(Reason.SLOW, "no header in time") from None
+        if not isinstance(frame, bytes):
+            raise Refused(Reason.TRUNCATED, "the stream ended before its header")
+        return self._checked(frame, context)
+
+    def _checked(self, frame: bytes, context: Context) -> Header:
+        """A header that may be served. Raises `Refused`."""
+        header = parse_header(frame)
+        if header.run_id != self._run_id:
+            raise Refused(
+                Reason.RUN, f"run {header.run_id!r} meets run {self._run_id!r}; one of them is old"
+            )
+        name = self._name(context)
+        if self._secure and name != worker_name(header.sender):
+            raise Refused(Reason.IDENTITY, f"{name!r} sent as worker {header.sender}")
+        if header.receiver != self._worker or header.sender == self._worker:
+            raise Refused(
+                Reason.IDENTITY,
+                f"a message from worker {header.sender} to worker {header.receiver} reached "
+                f"worker {self._worker}; are the addresses right?",
+            )
+        if header.num_bytes > self._limits.payload_max:
+            raise Refused(
+                Reason.SIZE,
+                f"{header.num_bytes} bytes; at most {self._limits.payload_max:.0f} are taken",
+            )
+        if header.receiver_life not in (NO_LIFE, self._life):
+            raise Refused(Reason.LIFE, f"worker {self._worker} has started again")
+        return header
+
+    async def _take(self, entry: Entry, context: Context) -> None:
+        """Receive the rest of a payload and hand it over."""
+        go = Reply("go", entry.received, self._life)
+        await self._reply(context, go)
+        while not await self._inbox.admit(entry, self._limits.keepalive / 4):
+            await self._reply(context, Reply("progress", entry.received))
+        if entry.error is not None:
+            raise refusal_of(entry)
+        stalled = Refused(Reason.SLOW, f"nothing came for {self._limits.keepalive:g} s")
+        dog = Watchdog(self._limits.keepalive, lambda: self._inbox.fail(entry, stalled))
+        try:
+            await self._fill(entry, context, dog)
+            trailer = await context.read()
+        finally:
+            dog.stop()
+        if not isinstance(trailer, bytes):
+            raise Refused(Reason.TRUNCATED, "the stream ended before its checksum")
+        self._traffic.bytes_received += len(trailer)
+        check_trailer(trailer, entry.checksum)
+        await asyncio.sleep(self._delay_s)
+        self._inbox.complete(entry)
+        self._traffic.taken_in += 1
+
+    async def _fill(self, entry: Entry, context: Context, dog: Watchdog) -> None:
+        """Chunks into the payload's memory."""
+        raw = entry.raw
+        assert raw is not None
+        memory = raw.numpy()
+        loop = asyncio.get_running_loop()
+        told_at = float("-inf")
+        while (start := entry.received) < entry.num_bytes:
+            chunk = await context.read()
+            if not isinstance(chunk, bytes):
+                raise Refused(Reason.TRUNCATED, f"{start} of {entry.num_bytes} bytes")
+            end = start + len(chunk)
+            if not 0 < len(chunk) <= CHUNK_BYTES_MAX or end > entry.num_bytes:
+                raise Refused(Reason.SIZE, f"a chunk of {len(chunk)} bytes at {start}")
+            memory[start:end] = np.frombuffer(chunk, np.uint8)
+            if not entry.exact and not is_finite_chunk(raw, start, end, entry.dtype):
+                raise Refused(Reason.NOT_FINITE, "the payload holds NaN or infinity")
+            entry.checksum = zlib.crc32(chunk, entry.checksum)
+            entry.received = end
+            self._traffic.bytes_received += len(chunk)
+            if (wait_s := self._line.receive(len(chunk), loop.time()) - loop.time()) > 0:
+                await asyncio.sleep(wait_s)
+            dog.feed()
+            if loop.time() - told_at >= _PROGRESS_S:
+                told_at = loop.time()
+                await self._reply(context, Reply("progress", end))
+
+    # ------------------------------------------------------------------------------------- answers
+
+    async def _reply(self, context: Context, reply: Reply) -> None:
+        frame = pack_reply(reply)
+        self._traffic.bytes_sent += len(frame)
+        await context.write(frame)
+
+    async def _refuse(
+        self, context: Context, entry: Entry | None, stream: _Stream, refused: Refused
+    ) -> None:
+        """Tell both ends, and whoever reads the log once."""
+        self._note(refused, context)
+        if entry is not None and entry.stop == stream.stop:
+            entry.stop = None
+            self._inbox.fail(entry, error_of(refused.reason, str(refused)))
+        await self._reply(context, Reply("refused", reason=refused.reason, text=str(refused)))
+
+    def _note(self, refused: Refused, context: Context) -> None:
+        kind = refused.reason.name.lower()
+        self._traffic.refused[kind] = self._traffic.refused.get(kind, 0) + 1
+        if refused.reason in ORDINARY:
+            return
+        peer = self._name(context) or context.peer().rpartition(":")[0]
+        if (refused.reason, peer) not in self._warned and len(self._warned) < _WARNINGS_MAX:
+            self._warned.add((refused.reason, peer))
+            _log.warning(
+                "worker %d refused a message of %s: %s (%s; said once)",
+                self._worker, peer, refused, kind,
+            )  # fmt: skip
+
+    def _name(self, context: Context) -> str:
+        """The common name of the peer's certificate; empty without one."""
+        names = context.auth_context().get("x509_common_name", ())
+        return next(iter(names), b"").decode(errors="replace")
