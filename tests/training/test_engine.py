@@ -573,6 +573,20 @@ def test_a_batch_that_the_model_keeps_is_not_overwritten_by_another_workers() ->
     assert all(bool((Kept.batches[worker] == worker + 1).all()) for worker in (0, 1))
 
 
+def test_an_fp64_buffer_of_an_fp32_model_keeps_its_digits_through_a_run() -> None:
+    class Timed(Reassigns):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("time", torch.tensor(1.0, dtype=torch.float64))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            self.time += 2**-40
+            return self.weight + 0 * inputs
+
+    result = run(Regression(Timed, 3), workers=2, rounds=2)
+    assert float(result.averaged["time"]) == 1 + 6 * 2**-40
+
+
 def test_a_buffer_that_grows_is_refused() -> None:
     class Grows(Reassigns):
         def forward(self, inputs: Tensor) -> Tensor:
