@@ -134,11 +134,12 @@ class Inbox:
         if self._has_room(entry):
             self._allocate(entry)
             return True
-        entry.admitted = asyncio.get_running_loop().create_future()
+        mine = entry.admitted = asyncio.get_running_loop().create_future()
         try:
-            await asyncio.wait([entry.admitted], timeout=patience_s)
+            await asyncio.wait([mine], timeout=patience_s)
         finally:
-            entry.admitted = None
+            if entry.admitted is mine:  # else the sender has opened another stream for it
+                entry.admitted = None
         return entry.state != "held"
 
     def _has_room(self, entry: Entry) -> bool:
@@ -203,22 +204,27 @@ class Inbox:
             error = LinkFailed(f"the connection from worker {sender} broke and did not come back")
             entry.expiry = loop.call_later(patience_s, self.fail, entry, error)
 
-    def withdraw(self, header: Header) -> None:
-        """The sender gives a message up; what was not yet taken never will be."""
+    def withdraw(self, header: Header) -> bool:
+        """The sender gives a message up; what was not yet taken never will be.
+
+        Returns whether it was taken before.
+        """
         key = (header.sender, header.tag)
         error = Refused(Reason.WITHDRAWN, f"worker {header.sender} gave the transfer up")
         entry = self._entries.get(key)
         if entry is not None:
-            if entry.message_id == header.message_id:
+            same = entry.message_id == header.message_id
+            if same:
                 self.fail(entry, error)
-            return
+            return same and entry.error is None
         if header.tag.round_index < self._round_index or key in self._closed:
-            return
+            return False
         if len(self._withdrawn) < self._limits.messages_max:
             self._withdrawn[key] = header.message_id
         waiter = self._waiting.pop(key, None)
         if waiter is not None and not waiter.done():
             waiter.set_exception(error)
+        return False
 
     def _unwatch(self, entry: Entry) -> None:
         if entry.expiry is not None:
@@ -335,6 +341,11 @@ class Inbox:
             if not waiter.done():
                 waiter.set_exception(error)
         self._waiting.clear()
+
+    def knows_of(self, src: int, tag: Tag) -> bool:
+        """Whether some of a message has come that is still to be taken."""
+        entry = self._entries.get((src, tag))
+        return entry is not None and (entry.received > 0 or entry.state == "arrived")
 
     def untaken_bytes(self, worker: int) -> int:
         """Bytes of the worker's messages that lie here."""

@@ -30,6 +30,7 @@ from gossamer.errors import CommError, LinkFailed, PayloadCorrupt, PeerLost
 
 SERVICE = "gossamer.Transport"
 MESSAGE, WITHDRAW = "Message", "Withdraw"
+TAKEN, WITHDRAWN = b"T", b"W"  # what a withdrawal is answered with
 
 _FIRST_CHUNK_BYTES, _LEAST_CHUNK_BYTES = 1 << 16, 1 << 12
 _QUICK_S, _SLOW_S = 0.02, 0.25  # a write that takes less or more changes the size of the next
@@ -107,7 +108,7 @@ class Sending:
         self._done.add_done_callback(_mark_read)
         self._watchdog: Watchdog | None = None
         self._chunk_bytes = _FIRST_CHUNK_BYTES
-        self._begun = False
+        self._begun = self._withdrawing = False
         self._moved = -1  # bytes that the receiver has confirmed
         self._offset: asyncio.Future[int] | None = None
         self._task = loop.create_task(self._run(), name=f"send {header.tag} to {route.worker}")
@@ -120,28 +121,33 @@ class Sending:
         await asyncio.shield(self._done)
 
     def cancel(self) -> None:
-        """See `Transfer.cancel`."""
-        self.abandon(LinkFailed(f"worker {self.header.sender} gave the transfer up"))
+        """See `Transfer.cancel`. `delivered` then tells whether the receiver had taken it."""
+        self.abandon(LinkFailed(f"worker {self.header.sender} gave the transfer up"), at_once=False)
 
-    def abandon(self, error: CommError) -> None:
-        """End it now, with `error`, and withdraw what the receiver has not taken."""
-        if self._give_up(error):
-            self._task.cancel()
+    def abandon(self, error: CommError, *, at_once: bool = True) -> None:
+        """End it with `error`, and withdraw what the receiver has not taken.
 
-    def _give_up(self, error: CommError) -> bool:
-        """Whether it had not failed before."""
-        if self._done.done():
-            if self._done.exception() is not None:
-                return False
-            # It was accepted; from now on it counts as failed.
+        Unless `at_once`, its fate is open until the receiver has answered to the withdrawal.
+        """
+        if self._done.done() and self._done.exception() is not None:
+            return
+        if not at_once and self._withdrawing:
+            return
+        self._task.cancel()
+        self._give_up(error, at_once=at_once)
+
+    def _give_up(self, error: CommError, *, at_once: bool) -> None:
+        if self._done.done():  # it was accepted: from now on that is open again
             self._done = asyncio.get_running_loop().create_future()
             self._done.add_done_callback(_mark_read)
-        self._done.set_exception(error)
         self._payload = None
-        if self._begun and not isinstance(error, PeerLost):
+        withdraws = self._begun and not self._withdrawing and not isinstance(error, PeerLost)
+        if at_once or not withdraws:
+            self._done.set_exception(error)
+        if withdraws:
+            self._withdrawing = True
             loop = asyncio.get_running_loop()
-            self._sender.background(loop.create_task(self._withdraw()))
-        return True
+            self._sender.background(loop.create_task(self._withdraw(error)))
 
     def when_done(self, callback: Callable[[Sending], None]) -> None:
         """Call back once its task has ended."""
@@ -167,7 +173,7 @@ class Sending:
                 self._done.set_result(None)
         finally:
             self._payload = None
-            if not self._done.done():
+            if not self._done.done() and not self._withdrawing:
                 self._done.set_exception(LinkFailed("the transport was closed"))
 
     async def _deliver(self) -> None:
@@ -195,7 +201,7 @@ class Sending:
                 raise
             task.uncancel()
             error = LinkFailed(self._failure(trouble))
-            self._give_up(error)
+            self._give_up(error, at_once=True)
             raise error from None
         finally:
             dog.stop()
@@ -326,8 +332,19 @@ class Sending:
         elif took_s > _SLOW_S:
             self._chunk_bytes = max(self._chunk_bytes // 2, _LEAST_CHUNK_BYTES)
 
-    async def _withdraw(self) -> None:
+    async def _withdraw(self, error: CommError) -> None:
         """Tell the receiver, for as long as a message would be tried."""
+        taken = False
+        try:
+            taken = await self._ask_withdrawal()
+        finally:
+            if taken and not self._done.done():
+                self._done.set_result(None)
+            if not self._done.done():
+                self._done.set_exception(error)
+
+    async def _ask_withdrawal(self) -> bool:
+        """Whether the receiver had taken the message before; no where it does not answer."""
         frame = pack_header(self.header)
         loop = asyncio.get_running_loop()
         until = loop.time() + self._sender.keepalive_s
@@ -335,18 +352,18 @@ class Sending:
         while (left := until - loop.time()) > 0:
             channel = self._route.channel(True)
             if channel is None:
-                return
+                return False
             try:
                 method: aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(
                     f"/{SERVICE}/{WITHDRAW}"
                 )
-                await method(frame, timeout=left)
-                return
+                return await method(frame, timeout=left) == TAKEN
             except aio.AioRpcError as error:
                 if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL):
-                    return
+                    return False
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, _BACKOFF_MAX_S)
+        return False
 
 
 def error_of(reason: Reason, message: str) -> CommError:

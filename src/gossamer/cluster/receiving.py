@@ -13,7 +13,7 @@ from grpc import aio
 from gossamer.cluster.certs import worker_name
 from gossamer.cluster.inbox import Entry, Inbox, refusal_of
 from gossamer.cluster.limits import Limits
-from gossamer.cluster.outbox import RPC_ERRORS, Traffic, error_of
+from gossamer.cluster.outbox import RPC_ERRORS, TAKEN, WITHDRAWN, Traffic, error_of
 from gossamer.cluster.pacing import Line, Watchdog
 from gossamer.cluster.wire import (
     CHUNK_BYTES_MAX,
@@ -115,10 +115,9 @@ class Receiver:
             header = self._checked(request, context)
         except Refused as refused:
             self._note(refused, context)
-            return b""
+            return WITHDRAWN
         self._traffic.bytes_received += len(request)
-        self._inbox.withdraw(header)
-        return b""
+        return TAKEN if self._inbox.withdraw(header) else WITHDRAWN
 
     async def _header(self, context: Context) -> Header:
         try:

@@ -194,6 +194,10 @@ class GrpcTransport:
         self._inbox.peer_back(worker)
         self._peer(worker).life = NO_LIFE
 
+    def knows_of(self, src: int, tag: Tag) -> bool:
+        """Whether some of a message has come that is still to be taken."""
+        return self._inbox.knows_of(src, tag)
+
     def untaken_bytes(self, worker: int) -> int:
         """Bytes of a peer's messages that lie here."""
         return self._inbox.untaken_bytes(worker)
