@@ -20,30 +20,43 @@ async def tls_fault(
     address: str, credentials: Credentials | None, timeout_s: float, peer: str = COORDINATOR
 ) -> str | None:
     """What is wrong with the certificates of this connection, None where nothing is known to be."""
-    host, port = split_address(address)
     try:
-        async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(
-                host, port, ssl=_context(credentials), server_hostname=peer
-            )
-            try:
-                # Only now does a server of TLS 1.3 say what it thinks of our certificate.
-                await reader.read(1)
-            finally:
-                writer.transport.abort()
+        if await _greeted(address, credentials, timeout_s, peer):
+            return _wants_tls(address) if credentials is None else None
+        # gRPC hangs up on a certificate without a word. So does a process that ends, but once.
+        if await _greeted(address, credentials, timeout_s, peer):
+            return None
     except ssl.SSLCertVerificationError as error:
         return f"the certificate at {address} is not trusted: {error.verify_message}"
     except ssl.SSLError as error:
         reason = (error.reason or str(error)).lower().replace("_", " ")
-        if credentials is None:
-            certificate = "certificate" in reason  # asked for ours, so it speaks TLS
-            return _wants_tls(address) if certificate else None
+        if credentials is None:  # asked for ours, so it speaks TLS
+            return _wants_tls(address) if "certificate" in reason else None
         if "wrong version" in reason or "record layer" in reason:
             return f"{address} does not speak TLS; start it with certificates, or join without"
         return f"{address} refuses this certificate: {reason}"
     except OSError:
         return None  # nobody there, or gone again
-    return _wants_tls(address) if credentials is None else None
+    if credentials is None:
+        return _wants_tls(address)
+    return f"{address} refuses this certificate; was it issued by the same authority?"
+
+
+async def _greeted(
+    address: str, credentials: Credentials | None, timeout_s: float, peer: str
+) -> bool:
+    """Whether the server still speaks after it has seen our certificate. Raises `OSError`."""
+    host, port = split_address(address)
+    async with asyncio.timeout(timeout_s):
+        reader, writer = await asyncio.open_connection(
+            host, port, ssl=_context(credentials), server_hostname=peer
+        )
+        try:
+            return bool(await reader.read(1))
+        except ConnectionError:
+            return False
+        finally:
+            writer.transport.abort()
 
 
 def _wants_tls(address: str) -> str:
