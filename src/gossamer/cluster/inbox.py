@@ -17,7 +17,15 @@ from torch import Tensor
 from gossamer.cluster.limits import Limits
 from gossamer.cluster.wire import Header, Reason, Refused, raw_bytes
 from gossamer.comm.context import Tag
-from gossamer.errors import CommError, LinkFailed, PayloadCorrupt, PeerLost, TimedOut, check
+from gossamer.errors import (
+    CommError,
+    LinkFailed,
+    OutOfSync,
+    PayloadCorrupt,
+    PeerLost,
+    TimedOut,
+    check,
+)
 
 Key = tuple[int, Tag]  # sender, tag
 
@@ -74,6 +82,7 @@ class Inbox:
         self._closed: set[Key] = set()  # given up; membership tests only
         self._withdrawn: dict[Key, bytes] = {}  # ids of messages whose withdrawal came first
         self._lost: set[int] = set()  # workers known to be gone; membership tests only
+        self._finished: set[int] = set()  # workers that send nothing new; membership tests only
         self._untaken: dict[tuple[int, bool], int] = {}  # bytes by sender and whether control
         self._counts: dict[int, int] = {}  # entries by sender
         self._round_index = 0
@@ -177,6 +186,38 @@ class Inbox:
         if waiter is not None and not waiter.done():
             entry.state = "handed"
             waiter.set_result(entry)
+        self._wake_left_behind(entry.key[0])
+
+    def _gone_on(self, key: Key) -> bool:
+        """Whether the sender is done with what is waited for: it will never send it.
+
+        It has sent something later of the same kind, or has ended; and it finishes what it sends
+        for a round before it begins the next.
+        """
+        src, tag = key
+        entry = self._entries.get(key)
+        if entry is not None and entry.in_flight:
+            return False
+        return src in self._finished or any(
+            sender == src
+            and other.kind == tag.kind
+            and (other.round_index, other.step) > (tag.round_index, tag.step)
+            and (later.state == "arrived" or (later.state == "failed" and not later.told))
+            for (sender, other), later in self._entries.items()
+        )
+
+    def _wake_left_behind(self, src: int) -> None:
+        """Tell who waits for what `src` will never send."""
+        for key in [k for k in self._waiting if k[0] == src and self._gone_on(k)]:
+            waiter = self._waiting.pop(key)
+            self._closed.add(key)
+            if not waiter.done():
+                waiter.set_exception(_passed(src))
+
+    def peer_finished(self, worker: int) -> None:
+        """The worker has done its last round: it sends nothing more than what is on its way."""
+        self._finished.add(worker)
+        self._wake_left_behind(worker)
 
     def fail(self, entry: Entry, error: CommError) -> None:
         """The message will not come, or must not be taken: tell the receiver, end the stream."""
@@ -256,6 +297,9 @@ class Inbox:
             if src in self._lost:
                 self._closed.add(key)
                 raise PeerLost(f"worker {src} is gone")
+            if self._gone_on(key):
+                self._closed.add(key)
+                raise _passed(src)
             entry = await self._wait(key, timeout_s)
         if entry.error is not None:
             entry.state, entry.told = "failed", True
@@ -326,6 +370,7 @@ class Inbox:
     def peer_back(self, worker: int) -> None:
         """See `Transport.peer_back`."""
         self._lost.discard(worker)
+        self._finished.discard(worker)
 
     def is_lost(self, worker: int) -> bool:
         """Whether the worker is known to be gone."""
@@ -350,6 +395,10 @@ class Inbox:
     def untaken_bytes(self, worker: int) -> int:
         """Bytes of the worker's messages that lie here."""
         return self._untaken.get((worker, False), 0) + self._untaken.get((worker, True), 0)
+
+
+def _passed(src: int) -> OutOfSync:
+    return OutOfSync(f"worker {src} has gone on without this worker")
 
 
 def refusal_of(entry: Entry) -> Refused:

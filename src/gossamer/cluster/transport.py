@@ -194,6 +194,10 @@ class GrpcTransport:
         self._inbox.peer_back(worker)
         self._peer(worker).life = NO_LIFE
 
+    def peer_finished(self, worker: int) -> None:
+        """The worker has done its last round: who waits for more of it is told (`OutOfSync`)."""
+        self._inbox.peer_finished(worker)
+
     def knows_of(self, src: int, tag: Tag) -> bool:
         """Whether some of a message has come that is still to be taken."""
         return self._inbox.knows_of(src, tag)
