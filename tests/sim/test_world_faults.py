@@ -16,7 +16,7 @@ from gossamer.sim.compute import Timing
 from gossamer.sim.faults import CrashAt, Faults, Hang, Outage, Partition, SlowPhase
 from gossamer.sim.network import Network
 from gossamer.sim.simulate import SimulationResult, simulate
-from gossamer.training.problems import PureNoise, TinyMLP
+from gossamer.training.problems import PureNoise, Quadratic, TinyMLP
 from gossamer.training.settings import Training
 
 SGD = Training(optimizer="sgd", learning_rate=0.1, schedule="constant", clip_norm=0, weight_decay=0)
@@ -208,3 +208,41 @@ def test_every_fault_plan_ends_in_a_result_or_a_typed_error(faults, network, met
     assert summary["time_s"] < 10_000
     assert torch.isfinite(result.parameters).all()
     assert 0 < summary["utilization"] <= 1
+
+
+def test_a_link_that_fails_during_the_vote_sends_the_one_left_behind_to_a_donor():
+    result = run(
+        LocalSGD(inner_steps=2),
+        task=Quadratic(num_workers=4, num_parameters=30),
+        rounds=3,
+        network=Network(
+            latency=0.1, deadline=20, bandwidth=400,
+            workers=[{"worker": 1, "latency": 0.37}, {"worker": 0, "bandwidth": 150}],
+        ),
+        timing=Timing(speeds=[1, 1.3, 0.9, 1.1]),
+        faults=Faults(partitions=[Partition(groups=[[0]], start=2.0612818605037084, duration=4)]),
+    )  # fmt: skip
+    causes = [event.get("cause") for event in result.history if event["kind"] == "lost"]
+    assert causes == ["out_of_sync"]
+    assert result.workers == (0, 1, 2, 3)
+    assert all(torch.equal(result.parameters[0], row) for row in result.parameters)
+
+
+class Broken(TinyMLP):
+    def loss(self, model: Any, batch: Any) -> Any:
+        raise ValueError("mine")
+
+
+def test_an_error_of_the_users_own_task_is_raised_as_it_is():
+    with pytest.raises(ValueError, match=r"^mine$"):
+        run(DiLoCo(inner_steps=4), task=Broken())
+
+
+def test_a_worker_that_hangs_for_good_is_reported():
+    hang = Faults(hangs=[Hang(worker=1, start=0.05, duration=1000)])
+    result = run(
+        FactoredGossip(inner_steps=1, mix1="none", mix2="none"), workers=2, faults=hang,
+        timing=Timing(speeds=[0.01, 1]), network=Network(deadline="5s"),
+    )  # fmt: skip
+    assert [lost["worker"] for lost in result.summary["lost"]] == [1]
+    assert result.workers == (0,)

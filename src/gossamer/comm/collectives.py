@@ -72,7 +72,7 @@ async def all_reduce_until_complete(
 
     Raises:
         NonFiniteError: this worker's own values are not finite; nothing was sent.
-        OutOfSync: this worker is no longer a member.
+        OutOfSync: this worker is no longer a member, or another has gone on without it.
         CollectiveFailed: `ATTEMPTS_MAX` attempts failed.
     """
     check_finite(ctx, values, f"{kind} vector")
@@ -142,12 +142,16 @@ def _bounds(views: Sequence[Tensor]) -> list[int]:
 
 
 async def _vote(ctx: Context, tag: Tag, workers: Sequence[int], yes: bool) -> bool:
-    """Whether all of `workers` say yes and are heard saying it."""
+    """Whether all of `workers` say yes and are heard saying it.
+
+    Raises `OutOfSync` where one of them has gone on: it had heard all votes of an earlier attempt,
+    and this worker had not.
+    """
     ballot = torch.tensor([yes], dtype=torch.uint8)
     peers = [w for w in workers if w != ctx.worker]
     for peer in peers:
         ctx.send(peer, tag, ballot, exact=True)
-    heard = await _receive_all(ctx, tag, peers)
+    heard = await _receive_all(ctx, tag, peers, together=True)
     return yes and len(heard) == len(peers) and all(bool(vote.item()) for vote in heard.values())
 
 
@@ -255,6 +259,8 @@ async def _receive_all(
     tag: Tag,
     peers: Sequence[int],
     transfers: Mapping[int, Transfer] | None = None,
+    *,
+    together: bool = False,
 ) -> dict[int, Tensor]:
     """What comes from `peers`; those whose message is lost or late are left out.
 
@@ -262,6 +268,8 @@ async def _receive_all(
 
     Args:
         transfers: my own to these peers, given up where nothing comes in return.
+        together: raise `OutOfSync` where a peer has gone on without this worker, in place of
+            leaving it out.
     """
     received: dict[int, Tensor] = {}
     until = ctx.now() + ctx.deadline
@@ -269,7 +277,9 @@ async def _receive_all(
         timeout = max(until - ctx.now(), ctx.deadline * _LAST_LOOK)
         try:
             received[peer] = await ctx.recv(peer, tag, timeout=timeout)
-        except CommError:
+        except CommError as error:
+            if together and isinstance(error, OutOfSync):
+                raise
             if transfers is not None:
                 transfers[peer].cancel()
     return received

@@ -155,7 +155,8 @@ class Context(Protocol):
     async def recv(self, src: int, tag: Tag, *, timeout: float | None = None) -> Tensor:
         """One message. `timeout` in seconds, default `deadline`.
 
-        Raises `LinkFailed`, `PayloadCorrupt`, `PeerLost` or `TimedOut`.
+        Raises `LinkFailed`, `PayloadCorrupt`, `PeerLost`, `TimedOut`, or `OutOfSync` where the
+        sender has gone on to a later round or step and will never send it.
         """
 
     async def train(self, num_steps: int) -> TrainReport:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gossamer.comm.context import MethodState, Round, Tag, TrainReport
+from gossamer.comm.rounds import Rounds
 from gossamer.comm.tasks import TaskGroup
 from gossamer.errors import CommError
 from gossamer.seeding import torch_stream
@@ -79,7 +80,7 @@ class SimContext:
         return torch_stream(self.seed, "method", name, self._worker, self.round_index)
 
     def rounds(self, state: MethodState) -> AsyncIterator[Round]:
-        return _Rounds(self, state)
+        return Rounds(self, state)
 
     def planned_round(self, round_index: int) -> Round:
         """The round with the members that were decided when it started."""
@@ -149,6 +150,7 @@ class SimContext:
 
     async def gradient(self) -> Tensor:
         await self._compute(1)
+        self._world.before_write(self._worker)  # a forward pass may write to buffers
         gradient, loss = self._world.engine.gradient(self._replica)
         self._count(TrainReport(1, loss, self._world.engine.units_per_batch))
         return gradient
@@ -208,24 +210,3 @@ class SimContext:
         self._world.trace.add(
             self._world.loop.time_ns(), self._worker, f"{event:<8} {first} {text} {last}"
         )
-
-
-class _Rounds:
-    """Iterates over a method's rounds; see `Context.rounds`. Not a generator, so that a method that
-    is cancelled leaves nothing behind."""
-
-    def __init__(self, ctx: SimContext, state: MethodState) -> None:
-        self._ctx, self._state = ctx, state
-        self._inside = False
-
-    def __aiter__(self) -> _Rounds:
-        return self
-
-    async def __anext__(self) -> Round:
-        if self._inside:
-            self._state.rounds_completed += 1
-        self._inside = True
-        await self._ctx.checkpoint(self._state)
-        if self._state.rounds_completed >= self._ctx.num_rounds:
-            raise StopAsyncIteration
-        return self._ctx.planned_round(self._state.rounds_completed)

@@ -17,7 +17,15 @@ from torch import Tensor
 
 from gossamer.comm.collectives import is_finite
 from gossamer.comm.context import Tag
-from gossamer.errors import CommError, DataRace, LinkFailed, PayloadCorrupt, PeerLost, TimedOut
+from gossamer.errors import (
+    CommError,
+    DataRace,
+    LinkFailed,
+    OutOfSync,
+    PayloadCorrupt,
+    PeerLost,
+    TimedOut,
+)
 from gossamer.sim.clock import VirtualLoop, to_ns
 from gossamer.sim.network import Flow, SimNetwork
 
@@ -54,7 +62,7 @@ def digest(payload: Tensor) -> int:
     """A number that changes when the payload does; 0 for tensors without storage."""
     if payload.is_meta or payload.numel() == 0:
         return 0
-    raw = payload.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    raw = payload.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     whole = raw.size - raw.size % 8
     words = np.add.reduce(raw[:whole].view(np.uint64), dtype=np.uint64)
     return int(words) ^ int(np.add.reduce(raw[whole:], dtype=np.uint64))
@@ -100,6 +108,10 @@ class Mailbox:
     round_index: int = 0  # messages of earlier rounds are refused
 
 
+def _passed(src: int) -> OutOfSync:
+    return OutOfSync(f"worker {src} has gone on without this worker")
+
+
 class Post:
     """The message service of a simulated world."""
 
@@ -115,6 +127,7 @@ class Post:
         self._boxes = [Mailbox() for _ in range(num_workers)]
         self._flying: dict[tuple[int, int, Tag], Message] = {}
         self._alive = [True] * num_workers
+        self._finished = [False] * num_workers
         self._logs: dict[int, dict[str, list[dict[str, Any]]]] = {}  # by round of an open cut
 
     def start_log(self, round_index: int) -> None:
@@ -177,7 +190,38 @@ class Post:
             waiter.set_result(message)
         else:
             box.arrived[key] = message
+        self._wake_left_behind(flow.dst, flow.src)
         self._after_latency(flow, lambda: self._acknowledge(message))
+
+    def _gone_on(self, dst: int, key: Key) -> bool:
+        """Whether the sender is done with what `dst` waits for: it will never send it.
+
+        It has sent something later of the same kind, or has ended; and it finishes what it sends
+        for a round before it begins the next.
+        """
+        src, tag = key
+        if (dst, src, tag) in self._flying:
+            return False
+        return self._finished[src] or any(
+            other.kind == tag.kind and (other.round_index, other.step) > (tag.round_index, tag.step)
+            for sender, other in self._boxes[dst].arrived
+            if sender == src
+        )
+
+    def _wake_left_behind(self, dst: int, src: int) -> None:
+        """Tell `dst` where it waits for what `src` will never send."""
+        box = self._boxes[dst]
+        for key in [k for k in box.waiting if k[0] == src and self._gone_on(dst, k)]:
+            waiter = box.waiting.pop(key)
+            box.closed.add(key)
+            if not waiter.done():
+                waiter.set_exception(_passed(src))
+
+    def finish(self, worker: int) -> None:
+        """The worker has done its last round."""
+        self._finished[worker] = True
+        for dst in range(len(self._boxes)):
+            self._wake_left_behind(dst, worker)
 
     def _refusal(self, message: Message, box: Mailbox, key: Key) -> CommError | None:
         if not self._alive[message.dst]:
@@ -220,6 +264,9 @@ class Post:
             if not self._alive[src]:
                 box.closed.add(key)
                 raise PeerLost(f"worker {src} is gone")
+            if self._gone_on(dst, key):
+                box.closed.add(key)
+                raise _passed(src)
             message = await self._wait(box, dst, key, timeout_s)
         if message.state == "failed":
             assert message.error is not None
@@ -236,21 +283,16 @@ class Post:
             if waiter.done():
                 return
             if (dst, src, tag) in self._flying:
-                arm()  # its bytes are moving; a stalled one fails by itself
-                return
+                return  # its bytes are moving, and a stalled one fails by itself
             box.waiting.pop(key, None)
             box.closed.add(key)
             waiter.set_exception(TimedOut(f"nothing from worker {src} within {timeout_s:g} s"))
 
-        def arm() -> None:
-            timers[:] = [self.loop.call_at_ns(self.loop.time_ns() + to_ns(timeout_s), expire)]
-
-        timers: list[asyncio.Handle] = []
-        arm()
+        timer = self.loop.call_at_ns(self.loop.time_ns() + to_ns(timeout_s), expire)
         try:
             return await waiter
         finally:
-            timers[0].cancel()
+            timer.cancel()
             if box.waiting.get(key) is waiter:
                 del box.waiting[key]
 

@@ -17,7 +17,6 @@ from gossamer.comm.context import MethodState
 from gossamer.comm.ledger import Ledger
 from gossamer.comm.members import MemberLog
 from gossamer.errors import (
-    GossamerError,
     Interrupted,
     NonFiniteError,
     OutOfSync,
@@ -205,7 +204,11 @@ class World:
             if now - seen > to_ns(self.deadline_s):
                 self.cuts.disturb()
                 self.lives[worker].phase = "expelled"
-                self._leave(worker, "hang", "no progress within the deadline")
+                reason = "no progress within the deadline"
+                self.lost.append(
+                    {"worker": worker, "time_s": now / 1e9, "cause": "hang", "reason": reason}
+                )
+                self._leave(worker, "hang", reason)
 
     def _leave(self, worker: int, kind: str, reason: str) -> None:
         """Take a worker out of the membership and tell those who may wait for it."""
@@ -237,6 +240,8 @@ class World:
             self.loop.create_task(self._live(worker), name=f"worker-{worker}")
             for worker in range(self.num_workers)
         ]
+        for task in tasks:
+            task.add_done_callback(self._life_over)
         try:
             await self._over
         finally:
@@ -246,21 +251,22 @@ class World:
                 await asyncio.wait([task])
             self.joins.close()
 
+    def _life_over(self, task: asyncio.Task[None]) -> None:
+        """An error that ends a life, ours or the user's own task's, ends the run as it is."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._over.done():
+            self._over.set_exception(error)
+
     async def _live(self, worker: int) -> None:
         """A worker's whole life."""
         life = self.lives[worker]
-        try:
-            entry = await self._first_entry(worker)
-            while entry is not None:
-                ctx, state = entry
-                ending = await self._run_method(ctx, state)
-                if ending is None:
-                    break
-                entry = await self._return(worker, ending)
-        except GossamerError as error:
-            if not self._over.done():
-                self._over.set_exception(error)
-            return
+        entry = await self._first_entry(worker)
+        while entry is not None:
+            ctx, state = entry
+            ending = await self._run_method(ctx, state)
+            if ending is None:
+                break
+            entry = await self._return(worker, ending)
         if life.phase == "running":
             life.phase = "ended"
         self._end_if_all_done()
@@ -320,6 +326,7 @@ class World:
             if timer is not None:
                 timer.cancel()
         self.stats[worker].finished_ns = self.loop.time_ns()
+        self.post.finish(worker)
         return None
 
     def _die(self, worker: int, kind: str, reason: str, return_ns: int | None) -> Absence:

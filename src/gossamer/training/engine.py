@@ -6,7 +6,7 @@ process share one gradient vector: M replicas cost their vectors and moments, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -115,8 +115,10 @@ class Engine:
             piece = parameters[slot.offset : slot.end].view(slot.shape)
             self._parameters[slot.name].data.copy_(piece)
 
-    def train(self, replica: Replica, num_steps: int) -> TrainReport:
-        """`num_steps` inner steps of a replica, in place.
+    def train(
+        self, replica: Replica, num_steps: int, on_step: Callable[[], None] | None = None
+    ) -> TrainReport:
+        """`num_steps` inner steps of a replica, in place; `on_step` is called after each.
 
         Raises `NonFiniteError` where the loss or the gradient stops being finite.
         """
@@ -129,6 +131,8 @@ class Engine:
             for _ in range(num_steps):
                 total += self._forward_backward(replica)
                 self._step(replica)
+                if on_step is not None:
+                    on_step()
         self.buffer_layout.store(self.model, replica.buffers, replica.counters)
         return TrainReport(num_steps, total / num_steps, num_steps * self.units_per_batch)
 

@@ -22,7 +22,9 @@ class Training(Settings):
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW second-moment decay")
     epsilon: float = Field(1e-8, gt=0, description="AdamW denominator floor")
     momentum: float = Field(0.0, ge=0, lt=1, description="heavy-ball momentum of SGD")
-    weight_decay: float = Field(0.1, ge=0, description="decoupled, on matrices only")
+    weight_decay: float = Field(
+        0.1, ge=0, description="on matrices only; decoupled with AdamW, not so with SGD"
+    )
     clip_norm: float = Field(1.0, ge=0, description="gradient norm clipped to this; 0 for never")
     schedule: Literal["cosine", "constant"] = Field("cosine", description="after the warm-up")
     warmup_steps: int = Field(0, ge=0, description="inner steps of linear warm-up")

@@ -1,0 +1,131 @@
+"""One worker's checkpoints on its own disk: atomic, and rotated.
+
+`round-000012/worker.safetensors` and `state.json`; the folder appears under its name only when both
+are complete. A run resumes from the newest round that all workers have, whatever their number.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gossamer.comm.context import MethodState
+from gossamer.comm.state import state_scalars, state_tensors, with_tensors
+from gossamer.errors import CheckpointError
+from gossamer.training.replica import Replica
+
+KEPT = 3  # workers may be a round or two apart, and resume from one that all have
+
+
+class WorkerCheckpoints:
+    """The checkpoints of one worker.
+
+    Args:
+        root: folder of this worker.
+        run_id: of the run that they belong to.
+    """
+
+    def __init__(self, root: Path, run_id: str | None = None) -> None:
+        self.root, self.run_id = root, run_id
+
+    def rounds(self) -> tuple[int, ...]:
+        """Completed rounds of each checkpoint that is there, ascending."""
+        found = sorted(self.root.glob("round-*/state.json"))
+        return tuple(int(path.parent.name.removeprefix("round-")) for path in found)
+
+    def saved_run_id(self) -> str | None:
+        """The run that the newest checkpoint belongs to."""
+        rounds = self.rounds()
+        if not rounds:
+            return None
+        saved = self._document(rounds[-1])["run_id"]
+        return saved if isinstance(saved, str) else None
+
+    def _folder(self, round_index: int) -> Path:
+        return self.root / f"round-{round_index:06d}"
+
+    def save(self, replica: Replica, state: MethodState) -> Path:
+        """Write the boundary before round `state.rounds_completed`."""
+        folder = self._folder(state.rounds_completed)
+        aside = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        tensors: dict[str, Tensor] = {
+            "parameters": replica.parameters,
+            "buffers": replica.buffers,
+            "counters": replica.counters,
+            **{f"state.{name}": tensor for name, tensor in state_tensors(state).items()},
+        }
+        if replica.optimizer is not None:
+            own = replica.optimizer.state_tensors()
+            tensors |= {f"moments.{name}": tensor for name, tensor in own.items()}
+        copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        save_file(copies, aside / "worker.safetensors")
+        document = {
+            "schema_version": 1,
+            "run_id": self.run_id,
+            "state": state_scalars(state),
+            "steps_completed": replica.steps_completed,
+            "samples_completed": replica.samples_completed,
+            "learning_rate": replica.learning_rate,
+        }
+        with (aside / "state.json").open("w", encoding="utf-8") as file:
+            json.dump(document, file)
+            file.flush()
+            os.fsync(file.fileno())
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
+        for old in self.rounds()[:-KEPT]:
+            shutil.rmtree(self._folder(old))
+        return folder
+
+    def _document(self, round_index: int) -> dict[str, Any]:
+        path = self._folder(round_index) / "state.json"
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from None
+        if not isinstance(document, dict) or document.get("schema_version") != 1:
+            raise CheckpointError(f"{path} is of another version")
+        return document
+
+    def load(self, round_index: int, replica: Replica, blank: MethodState) -> MethodState:
+        """Put the replica back as it was, and the method's state.
+
+        Raises `CheckpointError` where files are damaged or of another model.
+        """
+        document = self._document(round_index)
+        path = self._folder(round_index) / "worker.safetensors"
+        try:
+            tensors = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from None
+        if tensors["parameters"].shape != replica.parameters.shape:
+            raise CheckpointError(f"{path} is of another model")
+        replica.parameters.copy_(tensors["parameters"])
+        replica.buffers.copy_(tensors["buffers"])
+        replica.counters.copy_(tensors["counters"])
+        replica.steps_completed = document["steps_completed"]
+        replica.samples_completed = document["samples_completed"]
+        replica.learning_rate = document["learning_rate"]
+        if replica.optimizer is not None:
+            replica.optimizer.load_state_tensors(_below("moments.", tensors))
+        return with_tensors(type(blank), _below("state.", tensors), document["state"])
+
+    def load_moments(self, replica: Replica) -> None:
+        """Only the inner moments of the newest checkpoint, for a joiner that keeps its own."""
+        rounds = self.rounds()
+        if rounds and replica.optimizer is not None:
+            tensors = load_file(self._folder(rounds[-1]) / "worker.safetensors")
+            replica.optimizer.load_state_tensors(_below("moments.", tensors))
+
+
+def _below(prefix: str, named: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): t for n, t in named.items() if n.startswith(prefix)}

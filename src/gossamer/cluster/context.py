@@ -1,0 +1,231 @@
+"""One real worker's `Context`: gRPC for messages, a thread for training, the wall clock."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from gossamer.comm.context import MethodState, Round, Tag, TrainReport, Transfer
+from gossamer.comm.ledger import Ledger
+from gossamer.comm.members import MemberLog
+from gossamer.comm.rounds import Rounds
+from gossamer.comm.tasks import TaskGroup
+from gossamer.comm.transport import Transport
+from gossamer.errors import CommError
+from gossamer.seeding import torch_stream
+from gossamer.training.engine import Engine
+from gossamer.training.replica import Replica
+
+R = TypeVar("R")
+
+
+class Stopped(Exception):
+    """Raised in the training thread when the process shall end now."""
+
+
+@dataclass
+class Progress:
+    """What a worker has done; read by reports and by the summary. Times in seconds."""
+
+    started_s: float = field(default_factory=time.monotonic)
+    counter: int = 0  # steps trained, transfers finished, waits begun and ended
+    train_s: float = 0.0
+    samples: int = 0
+    round_started: int = -1
+    rounds_completed: int = 0
+    waiting: bool = False
+    loss: float | None = None  # mean training loss of the newest round
+    failed_transfers: int = 0
+    records: dict[str, list[float]] = field(default_factory=dict)  # name: [count, sum]
+    ledger: Ledger = field(default_factory=Ledger)
+
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.started_s
+
+    def utilization(self) -> float:
+        """Training time over elapsed time."""
+        return min(1.0, self.train_s / max(self.elapsed_s(), 1e-9))
+
+
+class ClusterContext:
+    """The narrow waist of one worker process. See `gossamer.comm.context.Context`.
+
+    Args:
+        members: gives the newest membership log.
+        boundary: called at every round boundary with this context and the method's state.
+        step_time_s: the least time that an inner step shall take, to play a larger model.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker: int,
+        num_workers: int,
+        num_rounds: int,
+        seed: int,
+        deadline_s: float,
+        engine: Engine,
+        replica: Replica,
+        transport: Transport,
+        members: Callable[[], MemberLog],
+        boundary: Callable[[ClusterContext, MethodState], Awaitable[None]],
+        thread: ThreadPoolExecutor,
+        progress: Progress,
+        step_time_s: float = 0.0,
+    ) -> None:
+        self._worker, self._num_workers, self._num_rounds = worker, num_workers, num_rounds
+        self._seed, self._deadline_s = seed, deadline_s
+        self._engine, self._replica, self._transport = engine, replica, transport
+        self._members, self._boundary, self._thread = members, boundary, thread
+        self.progress, self._step_time_s = progress, step_time_s
+        self.round_index = 0
+        self.stopping = False
+        self._loss_sum, self._loss_steps = 0.0, 0
+
+    @property
+    def worker(self) -> int:
+        return self._worker
+
+    @property
+    def num_workers(self) -> int:
+        return self._num_workers
+
+    @property
+    def num_rounds(self) -> int:
+        return self._num_rounds
+
+    @property
+    def seed(self) -> int:
+        return self._seed
+
+    @property
+    def deadline(self) -> float:
+        return self._deadline_s
+
+    @property
+    def replica(self) -> Replica:
+        return self._replica
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def rng(self, name: str) -> torch.Generator:
+        return torch_stream(self._seed, "method", name, self._worker, self.round_index)
+
+    def rounds(self, state: MethodState) -> AsyncIterator[Round]:
+        return Rounds(self, state)
+
+    def planned_round(self, round_index: int) -> Round:
+        """The round with the members that this worker has been told of."""
+        return Round(round_index, self._members().planned(round_index))
+
+    def refresh_members(self, round_: Round) -> Round:
+        return Round(round_.index, self._members().present(round_.index))
+
+    def send(self, dst: int, tag: Tag, payload: Tensor, *, exact: bool = False) -> Transfer:
+        num_bytes = payload.numel() * payload.element_size()
+        self.progress.ledger.add(tag.round_index, tag.kind, self._worker, dst, num_bytes)
+        self.progress.counter += 1
+        return self._transport.send(dst, tag, payload, exact=exact)
+
+    async def recv(self, src: int, tag: Tag, *, timeout: float | None = None) -> Tensor:
+        wait_s = self._deadline_s if timeout is None else timeout
+        self.progress.counter += 1
+        self.progress.waiting = True
+        try:
+            return await self._transport.recv(src, tag, wait_s)
+        except CommError:
+            self.progress.failed_transfers += 1
+            raise
+        finally:
+            self.progress.counter += 1
+            self.progress.waiting = False
+
+    async def _in_thread(self, work: Callable[[], R]) -> R:
+        """Run numerics beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _training(self, work: Callable[[], R]) -> R:
+        """Run numerics beside the event loop, and count their time as training."""
+        started = time.monotonic()
+        try:
+            return await self._in_thread(work)
+        finally:
+            self.progress.train_s += time.monotonic() - started
+
+    def _pacer(self) -> Callable[[], None]:
+        """Called in the training thread after each step."""
+        due = time.monotonic()
+
+        def step() -> None:
+            nonlocal due
+            self.progress.counter += 1
+            if self.stopping:
+                raise Stopped
+            due += self._step_time_s
+            ahead = due - time.monotonic()
+            if ahead > 0:
+                time.sleep(ahead)
+
+        return step
+
+    async def train(self, num_steps: int) -> TrainReport:
+        pacer = self._pacer()
+        report = await self._training(
+            lambda: self._engine.train(self._replica, num_steps, on_step=pacer)
+        )
+        self._count(report)
+        return report
+
+    async def gradient(self) -> Tensor:
+        pacer = self._pacer()
+
+        def work() -> tuple[Tensor, float]:
+            gradient, loss = self._engine.gradient(self._replica)
+            pacer()
+            return gradient, loss
+
+        gradient, loss = await self._training(work)
+        self._count(TrainReport(1, loss, self._engine.units_per_batch))
+        return gradient
+
+    def apply_gradient(self, gradient: Tensor) -> None:
+        self._engine.apply_gradient(self._replica, gradient)
+
+    def _count(self, report: TrainReport) -> None:
+        self._loss_sum += report.loss * report.num_steps
+        self._loss_steps += report.num_steps
+        self.progress.samples += report.num_samples
+
+    async def predict(self) -> Tensor:
+        replica = self._replica
+        return await self._in_thread(
+            lambda: self._engine.predict(replica.parameters, replica.buffers, replica.counters)
+        )
+
+    def task_group(self) -> TaskGroup:
+        return TaskGroup()
+
+    async def checkpoint(self, state: MethodState) -> None:
+        self.round_index = state.rounds_completed
+        if self._loss_steps:
+            self.progress.loss = self._loss_sum / self._loss_steps
+            self._loss_sum, self._loss_steps = 0.0, 0
+        self.progress.counter += 1
+        self.progress.rounds_completed = state.rounds_completed
+        self._transport.begin_round(state.rounds_completed)
+        await self._boundary(self, state)
+        if state.rounds_completed < self._num_rounds:
+            self.progress.round_started = state.rounds_completed
+
+    def record(self, name: str, value: float) -> None:
+        cell = self.progress.records.setdefault(name, [0.0, 0.0])
+        cell[0] += 1
+        cell[1] += value

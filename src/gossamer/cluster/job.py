@@ -1,0 +1,65 @@
+"""What a cluster run is: the part of a recipe that all of its processes must agree on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from gossamer.comm.donation import Moments
+from gossamer.methods.base import Method
+from gossamer.training.engine import Engine
+from gossamer.training.settings import Training
+from gossamer.training.task import Prepares, Task
+
+DEADLINE_S = 120.0  # unless the recipe's network.deadline says otherwise
+
+
+@dataclass(frozen=True)
+class Job:
+    """A method on a task.
+
+    Args:
+        deadline_s: after which an awaited message, or a worker without progress, counts as lost.
+        step_time_s: the least time of an inner step, to play a larger model; 0: as fast as it goes.
+        rejoin_moments: whose inner moments a joiner goes on with.
+        checkpoint_every: rounds between a worker's checkpoints; 0: none.
+    """
+
+    method: Method
+    task: Task
+    training: Training
+    seed: int = 0
+    deadline_s: float = DEADLINE_S
+    step_time_s: float = 0.0
+    rejoin_moments: Moments = "donor"
+    checkpoint_every: int = 1
+
+    @property
+    def moments(self) -> Moments:
+        """Whose moments a joiner takes; methods that share them leave no choice."""
+        return "donor" if self.method.moments_are_shared else self.rejoin_moments
+
+    def build_engine(self) -> Engine:
+        """Tell the task about the run, and build its model. Raises `ConfigError`."""
+        total_steps = self.training.rounds * self.method.inner_steps
+        if isinstance(self.task, Prepares):
+            self.task.prepare(
+                num_workers=self.training.workers, seed=self.seed, num_steps=total_steps
+            )
+        engine = Engine(
+            self.task, self.training, seed=self.seed, total_steps=total_steps, real=True
+        )
+        self.method.validate_for(engine.layout, self.training.workers)
+        return engine
+
+    @cached_property
+    def configuration(self) -> dict[str, Any]:
+        """As JSON: what two processes must have in common to take part in one run."""
+        return {
+            "seed": self.seed,
+            "method": {"name": self.method.name, **self.method.model_dump(mode="json")},
+            "train": self.training.model_dump(mode="json"),
+            "deadline_s": self.deadline_s,
+            "rejoin_moments": self.moments,
+        }

@@ -1,0 +1,420 @@
+"""One worker process: it joins a run, gets a state, runs the method, and comes back if it must."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from gossamer.cluster.certs import Credentials
+from gossamer.cluster.checkpoint import WorkerCheckpoints
+from gossamer.cluster.context import ClusterContext, Progress, Stopped
+from gossamer.cluster.control import Client
+from gossamer.cluster.job import Job
+from gossamer.cluster.messages import Entry, View
+from gossamer.cluster.transport import GrpcTransport
+from gossamer.comm.context import MethodState, Tag
+from gossamer.comm.donation import accept, digest, donate, pack
+from gossamer.comm.state import state_tensors
+from gossamer.errors import ConfigError, NonFiniteError, OutOfSync, PayloadCorrupt
+from gossamer.training.engine import Engine
+from gossamer.training.replica import Replica
+
+Events = Callable[[str, dict[str, Any]], None]
+CLOSE_GRACE_S = 2.0
+
+
+def _silent(kind: str, fields: dict[str, Any]) -> None:
+    """Nobody listens."""
+
+
+class WorkerProcess:
+    """A worker from joining to the end.
+
+    Args:
+        job: what is run; must equal the coordinator's.
+        coordinator: its address, HOST:PORT.
+        listen: where this worker listens, HOST:PORT; port 0 takes a free one.
+        advertise: the address that the others are told; by default the one listened on.
+        credentials: this worker's certificate; None on loopback only.
+        folder: for checkpoints and results; None: none are written.
+        worker: the index wanted; None: a free one.
+        rate, delay_s: a thin line to play, in bytes per second and seconds.
+        events: hears of rounds, joins and losses.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        coordinator: str,
+        listen: str = "127.0.0.1:0",
+        advertise: str | None = None,
+        credentials: Credentials | None = None,
+        folder: Path | None = None,
+        worker: int | None = None,
+        rate: float | None = None,
+        delay_s: float = 0.0,
+        events: Events = _silent,
+    ) -> None:
+        self.job, self._listen, self._advertise = job, listen, advertise
+        self._credentials, self._folder, self._wanted = credentials, folder, worker
+        self._rate, self._delay_s, self._events = rate, delay_s, events
+        self._client = Client(coordinator, credentials=credentials)
+        self._engine: Engine = job.build_engine()
+        _, (self._replica,) = self._engine.new_replicas(1)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
+        self.progress = Progress()
+        self._view: View | None = None
+        self._changed = asyncio.Event()
+        self._known: dict[int, tuple[int, str]] = {}  # worker: incarnation, address
+        self._served: dict[tuple[int, int, int], None] = {}  # worker, incarnation, attempt
+        self._donations: list[asyncio.Task[None]] = []
+        self._ctx: ClusterContext | None = None
+        self._method: asyncio.Task[None] | None = None
+        self._out_of_sync: OutOfSync | None = None
+        self.stopped = False
+
+    # ------------------------------------------------------------------------------ start and end
+
+    async def run(self) -> dict[str, Any]:
+        """Take part until the last round; the worker's summary.
+
+        Raises `ConfigError` where the run refuses this process, `NonFiniteError` where training
+        diverged here, and `CommError` where nothing can be done.
+        """
+        await self._connect()
+        background = [
+            asyncio.create_task(self._watch(), name="watch"),
+            asyncio.create_task(self._report(), name="report"),
+        ]
+        try:
+            main = asyncio.create_task(self._take_part(), name="main")
+            done, _ = await asyncio.wait([main, *background], return_when=asyncio.FIRST_COMPLETED)
+            if main not in done:
+                main.cancel()
+                await asyncio.wait([main])
+                for task in done:
+                    task.result()  # what ended the background ends the worker
+            summary = main.result()
+            await self._client.leave("finished", "did the last round")
+            return summary
+        except NonFiniteError as error:
+            await self._client.leave("error", str(error))
+            raise
+        except asyncio.CancelledError:
+            await self._client.leave("stopped", "stopped by its user")
+            raise
+        finally:
+            for task in background:
+                task.cancel()
+            await self._close()
+
+    def stop(self) -> None:
+        """End soon: training ends after the step that it is in, and nothing more is sent."""
+        self.stopped = True
+        if self._ctx is not None:
+            self._ctx.stopping = True
+
+    async def _close(self) -> None:
+        if self._ctx is not None:
+            self._ctx.stopping = True
+        for task in self._donations:
+            task.cancel()
+        await self._transport.close(0.0 if self.stopped else CLOSE_GRACE_S)
+        await self._client.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _connect(self) -> None:
+        """Listen, and join the run."""
+        status = await self._client.status()
+        taken = {w.worker for w in status.workers if w.alive}
+        free = [w for w in range(self.job.training.workers) if w not in taken]
+        worker = self._wanted if self._wanted is not None else (free[0] if free else 0)
+        self.worker, self.run_id = worker, status.run_id
+        self._replica.worker = worker
+        self._transport = GrpcTransport(
+            worker, status.run_id, listen=self._listen, credentials=self._credentials,
+            rate=self._rate, delay_s=self._delay_s,
+        )  # fmt: skip
+        self._address = await self._transport.start()
+        root = None if self._folder is None else self._folder / f"worker-{worker:03d}"
+        self._checkpoints = None if root is None else WorkerCheckpoints(root)
+        await self._join()
+
+    async def _join(self) -> None:
+        """Ask the coordinator for a place."""
+        saved = self._checkpoints
+        reply = await self._client.join(
+            address=self._advertise or self._address,
+            configuration=self.job.configuration,
+            worker=self.worker,
+            run_id=saved.saved_run_id() if saved is not None else None,
+            checkpoint_rounds=saved.rounds() if saved is not None else (),
+        )
+        self.incarnation, self._report_every_s = reply.incarnation, reply.report_every_s
+        if saved is not None:
+            saved.run_id = reply.view.run_id
+        for warning in reply.warnings:
+            self._events("warning", {"message": warning})
+        self._apply(reply.view)
+
+    # --------------------------------------------------------------------------------- coordinator
+
+    def _apply(self, view: View) -> None:
+        """Take over a newer view of the others."""
+        if self._view is not None and view.revision < self._view.revision:
+            return
+        self._view = view
+        for peer in view.peers:
+            if peer.worker == self.worker:
+                continue
+            known = self._known.get(peer.worker)
+            if peer.phase == "lost":
+                if known is not None:
+                    self._transport.peer_lost(peer.worker)
+                    del self._known[peer.worker]
+                    self._events("lost", {"worker": peer.worker})
+                continue
+            now = (peer.incarnation, peer.address)
+            if known != now:
+                if known is not None:
+                    self._transport.peer_lost(peer.worker)
+                self._transport.set_peer(peer.worker, peer.address)
+                self._transport.peer_back(peer.worker)
+                self._known[peer.worker] = now
+        self._log = view.log.member_log()
+        self._changed.set()
+
+    async def _watch(self) -> None:
+        def position() -> tuple[int, int]:
+            return self.progress.round_started, self.progress.rounds_completed
+
+        while True:
+            try:
+                async for view in self._client.watch(position):
+                    self._apply(view)
+            except OutOfSync as error:
+                await self._given_up(error)
+
+    async def _report(self) -> None:
+        progress = self.progress
+        while True:
+            await asyncio.sleep(self._report_every_s)
+            loss = progress.loss
+            try:
+                await self._client.report(
+                    round_started=progress.round_started,
+                    rounds_completed=progress.rounds_completed,
+                    progress=progress.counter,
+                    waiting=progress.waiting,
+                    loss=loss if loss is not None and loss - loss == 0 else None,
+                    utilization=progress.utilization(),
+                    blocked_s=max(0.0, progress.elapsed_s() - progress.train_s),
+                    bytes_sent=progress.ledger.total(),
+                )
+            except OutOfSync as error:
+                await self._given_up(error)
+
+    async def _given_up(self, error: OutOfSync) -> None:
+        """The others go on without this worker: end the method, which then joins again."""
+        if self._out_of_sync is None:
+            self._out_of_sync = error
+            if self._ctx is not None:
+                self._ctx.stopping = True
+            if self._method is not None:
+                self._method.cancel()
+        await asyncio.sleep(self._report_every_s)
+
+    # --------------------------------------------------------------------------------------- life
+
+    async def _take_part(self) -> dict[str, Any]:
+        while True:
+            state = await self._enter()
+            if state is None:
+                return self._finish(None)
+            try:
+                await self._run_method(state)
+            except OutOfSync as error:
+                self._events("out_of_sync", {"reason": str(error)})
+                await self._join()
+                self._out_of_sync = None
+                continue
+            return self._finish(state)
+
+    async def _run_method(self, state: MethodState) -> None:
+        """Until the last round. Raises `OutOfSync` where the others have given this worker up."""
+        ctx = self._ctx
+        assert ctx is not None
+        self._method = asyncio.create_task(self.job.method.run(ctx, state), name="method")
+        try:
+            await self._method
+        except (asyncio.CancelledError, Stopped):
+            if self._out_of_sync is None or self.stopped:
+                raise asyncio.CancelledError from None
+            raise self._out_of_sync from None
+        finally:
+            self._method = None
+
+    async def _enter(self) -> MethodState | None:
+        """Get a state as the coordinator decides; None where the run is over."""
+        self._ctx = self._new_context()
+        while True:
+            entry = await self._entry()
+            blank = self.job.method.init(self._replica)
+            if entry.start == "over":
+                return None
+            if entry.start == "seed":
+                return blank
+            if entry.start == "checkpoint":
+                if self._checkpoints is None:
+                    raise ConfigError("the run goes on from checkpoints, and this worker has none")
+                return self._checkpoints.load(entry.round, self._replica, blank)
+            state = await self._take_donation(entry, blank)
+            if state is not None:
+                return state
+
+    async def _entry(self) -> Entry:
+        """What the coordinator has decided for this process, once it has."""
+        while True:
+            self._changed.clear()
+            view = self._view
+            entry = view.entry(self.worker) if view is not None else None
+            decided = entry is not None and entry.start != "wait"
+            if entry is not None and decided and entry.incarnation == self.incarnation:
+                return entry
+            await self._changed.wait()
+
+    async def _take_donation(self, entry: Entry, blank: MethodState) -> MethodState | None:
+        assert self._ctx is not None and entry.donor is not None
+        started = time.monotonic()
+        try:
+            tag = Tag("join", entry.round, step=entry.attempt)
+            state = await accept(self._ctx, entry.donor, tag, blank, self.job.moments)
+            reason = f"worker {entry.donor} sent nothing"
+        except PayloadCorrupt as error:
+            state, reason = None, str(error)
+        if state is None:
+            self._apply(await self._client.reassign(self.worker, entry.attempt, reason))
+            return None
+        if self.job.moments == "keep" and self._checkpoints is not None:
+            self._checkpoints.load_moments(self._replica)
+        self._events(
+            "joined",
+            {
+                "donor": entry.donor,
+                "round": entry.round,
+                "seconds": time.monotonic() - started,
+                "digest": self.state_digest(state),
+            },
+        )
+        return state
+
+    def state_digest(self, state: MethodState) -> str | None:
+        """Of parameters and method state; equal on workers that must agree."""
+        return digest([self._replica.parameters, *state_tensors(state).values()])
+
+    def _new_context(self) -> ClusterContext:
+        job = self.job
+        return ClusterContext(
+            worker=self.worker,
+            num_workers=job.training.workers,
+            num_rounds=job.training.rounds,
+            seed=job.seed,
+            deadline_s=job.deadline_s,
+            engine=self._engine,
+            replica=self._replica,
+            transport=self._transport,
+            members=lambda: self._log,
+            boundary=self._boundary,
+            thread=self._thread,
+            progress=self.progress,
+            step_time_s=job.step_time_s,
+        )
+
+    # --------------------------------------------------------------------------------- boundaries
+
+    async def _boundary(self, ctx: ClusterContext, state: MethodState) -> None:
+        """Between two rounds: give state to joiners, save, tell."""
+        if self._out_of_sync is not None:
+            raise self._out_of_sync
+        if self._log.is_gone(self.worker):
+            raise OutOfSync(f"worker {self.worker} was given up by the others")
+        await self._serve_joiners(ctx, state)
+        index = state.rounds_completed
+        every = self.job.checkpoint_every
+        if self._checkpoints is not None and index and every and index % every == 0:
+            checkpoints = self._checkpoints
+            replica: Replica = self._replica
+            await asyncio.get_running_loop().run_in_executor(
+                self._thread, checkpoints.save, replica, state
+            )
+        self._events(
+            "boundary",
+            {
+                "round": index,
+                "loss": self.progress.loss,
+                "utilization": self.progress.utilization(),
+                "digest": self.state_digest(state),
+            },
+        )
+
+    async def _serve_joiners(self, ctx: ClusterContext, state: MethodState) -> None:
+        assert self._view is not None
+        for entry in self._view.entries:
+            key = (entry.worker, entry.incarnation, entry.attempt)
+            mine = entry.start == "donor" and entry.donor == self.worker
+            if not mine or key in self._served or entry.round > state.rounds_completed:
+                continue
+            self._served[key] = None
+            if entry.round < state.rounds_completed:
+                reason = f"worker {self.worker} had passed round {entry.round} already"
+                self._apply(await self._client.reassign(entry.worker, entry.attempt, reason))
+                continue
+            donation = pack(self._replica, state, self.job.moments)
+            tag = Tag("join", entry.round, step=entry.attempt)
+            task = asyncio.create_task(donate(ctx, entry.worker, tag, donation), name="donor")
+            self._donations = [t for t in self._donations if not t.done()] + [task]
+
+    def _finish(self, state: MethodState | None) -> dict[str, Any]:
+        """The worker's results, written to its folder."""
+        progress = self.progress
+        summary = {
+            "schema_version": 1,
+            "worker": self.worker,
+            "run_id": self.run_id,
+            "method": self.job.method.name,
+            "rounds_completed": progress.rounds_completed,
+            "train_loss": progress.loss,
+            "samples": progress.samples,
+            "time_s": progress.elapsed_s(),
+            "train_time_s": progress.train_s,
+            "utilization": progress.utilization(),
+            "bytes_sent": progress.ledger.total(),
+            "bytes_by_kind": progress.ledger.by_kind(),
+            "failed_transfers": progress.failed_transfers,
+            "records": {n: {"count": c, "mean": t / c} for n, (c, t) in progress.records.items()},
+            "digest": None if state is None else self.state_digest(state),
+        }
+        if self._folder is not None:
+            root = self._folder / f"worker-{self.worker:03d}"
+            root.mkdir(parents=True, exist_ok=True)
+            replica = self._replica
+            tensors = {
+                "parameters": replica.parameters,
+                "buffers": replica.buffers,
+                "counters": replica.counters,
+            }
+            partial = root / ".final.partial"
+            save_file({n: t.detach().clone() for n, t in tensors.items()}, partial)
+            partial.rename(root / "final.safetensors")
+            text = json.dumps(summary, indent=1)
+            (root / ".summary.partial").write_text(text, encoding="utf-8")
+            (root / ".summary.partial").rename(root / "summary.json")
+        return summary
