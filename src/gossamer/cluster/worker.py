@@ -66,7 +66,7 @@ class WorkerProcess:
         self.job, self._listen, self._advertise = job, listen, advertise
         self._credentials, self._folder, self._wanted = credentials, folder, worker
         self._rate, self._delay_s, self._events = rate, delay_s, events
-        self._client = Client(coordinator, credentials=credentials)
+        self._coordinator = coordinator
         self._engine: Engine = job.build_engine()
         _, (self._replica,) = self._engine.new_replicas(1)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
@@ -133,6 +133,7 @@ class WorkerProcess:
 
     async def _connect(self) -> None:
         """Listen, and join the run."""
+        self._client = Client(self._coordinator, credentials=self._credentials)
         status = await self._client.status()
         taken = {w.worker for w in status.workers if w.alive}
         free = [w for w in range(self.job.training.workers) if w not in taken]
