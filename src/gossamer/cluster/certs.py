@@ -230,9 +230,7 @@ class Credentials:
         if own.public_key() != key.public_key():
             raise ConfigError(f"{key_path} is not the key of {own_path}; take both from one place")
         if common_name(own) != name:
-            raise ConfigError(
-                f"{own_path} is the certificate of {common_name(own)!r}, not {name!r}"
-            )
+            raise ConfigError(f"{own_path} is for {common_name(own)!r}, not {name!r}")
         _warn_of(own, own_path, key_path, now)
         pem = serialization.Encoding.PEM
         expires = min(own.not_valid_after_utc, authority.not_valid_after_utc)

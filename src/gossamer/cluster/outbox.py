@@ -32,10 +32,16 @@ SERVICE = "gossamer.Transport"
 MESSAGE, WITHDRAW = "Message", "Withdraw"
 TAKEN, WITHDRAWN = b"T", b"W"  # what a withdrawal is answered with
 
-_FIRST_CHUNK_BYTES, _LEAST_CHUNK_BYTES = 1 << 16, 1 << 12
+_FIRST_CHUNK_BYTES, _LEAST_CHUNK_BYTES = 1 << 14, 1 << 12
 _QUICK_S, _SLOW_S = 0.02, 0.25  # a write that takes less or more changes the size of the next
 _PACED_PIECE_S = 0.01  # on a line of limited rate a piece takes so long
 _BACKOFF_S, _BACKOFF_MAX_S = 0.05, 0.5
+
+_PERMANENT = ("ssl_error_ssl", "certificate", "verification")
+EAGER_BYTES_MAX = 4 << 20
+"""What a peer may be sent before it has said that it has room, all messages together."""
+
+_EAGER_BYTES = 1 << 20  # of one message
 
 RPC_ERRORS = (aio.AioRpcError, aio.BaseError, asyncio.InvalidStateError)
 """What gRPC raises where a stream is no more."""
@@ -67,7 +73,7 @@ class _Broken(Exception):
     def __init__(self, message: str) -> None:
         super().__init__(message)
         # Retrying does not make a certificate fit.
-        self.permanent = any(word in message.lower() for word in ("handshake", "certificate"))
+        self.permanent = any(word in message.lower() for word in _PERMANENT)
 
 
 class Route(Protocol):
@@ -75,6 +81,7 @@ class Route(Protocol):
 
     worker: int
     life: bytes  # the peer's, as far as it is known
+    eager_bytes: int  # that may still be sent to the peer before it asks for them
 
     def channel(self, control: bool) -> aio.Channel | None:
         """An open or opening connection; None where no address is known."""
@@ -110,7 +117,8 @@ class Sending:
         self._chunk_bytes = _FIRST_CHUNK_BYTES
         self._begun = self._withdrawing = False
         self._moved = -1  # bytes that the receiver has confirmed
-        self._offset: asyncio.Future[int] | None = None
+        self._borrowed = 0
+        self._go: asyncio.Future[int] | None = None  # from where to send
         self._task = loop.create_task(self._run(), name=f"send {header.tag} to {route.worker}")
         sender.background(self._task)
 
@@ -193,7 +201,10 @@ class Sending:
                 except _Broken as broken:
                     trouble = str(broken)
                     if broken.permanent:
-                        raise LinkFailed(self._failure(trouble)) from None
+                        raise LinkFailed(
+                            f"worker {self._route.worker} is not whom our certificates expect, or "
+                            f"does not trust ours: {trouble}"
+                        ) from None
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, _BACKOFF_MAX_S)
         except asyncio.CancelledError:
@@ -222,17 +233,19 @@ class Sending:
             raise _Broken(f"no address is known for worker {self._route.worker}")
         header = replace(self.header, receiver_life=self._route.life, retry=self._begun)
         self._sender.traffic.retries += self._begun
-        self._offset = asyncio.get_running_loop().create_future()
-        if not self._begun:
-            self._offset.set_result(0)  # a first attempt need not ask where to begin
+        self._go = asyncio.get_running_loop().create_future()
         self._begun = True
         method: aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
             f"/{SERVICE}/{MESSAGE}"
         )
         call: aio.StreamStreamCall[bytes, bytes] = method()
         writer = asyncio.get_running_loop().create_task(self._write(call, header))
+        verdict: Reply | None = None
         try:
-            return await self._read(call)
+            verdict = await self._read(call)
+            if verdict.kind == "accepted":
+                self._sender.background(asyncio.get_running_loop().create_task(_hang_up(call)))
+            return verdict
         except RPC_ERRORS as error:
             raise _Broken(_describe(error)) from None
         except asyncio.CancelledError:
@@ -242,14 +255,16 @@ class Sending:
             raise
         finally:
             writer.cancel()
-            call.cancel()
+            if verdict is None or verdict.kind != "accepted":
+                call.cancel()
             await asyncio.wait([writer])
+            self._give_back()
             if not writer.cancelled() and (failure := writer.exception()) is not None:
                 raise failure
 
     async def _read(self, call: aio.StreamStreamCall[bytes, bytes]) -> Reply:
         """Replies until the verdict."""
-        assert self._watchdog is not None and self._offset is not None
+        assert self._watchdog is not None and self._go is not None
         while True:
             frame = await call.read()
             if not isinstance(frame, bytes):
@@ -262,10 +277,11 @@ class Sending:
             if reply.kind in ("accepted", "refused"):
                 return reply
             if reply.kind == "go":
+                self._give_back()
                 if self._route.life == NO_LIFE:
                     self._route.life = reply.life
-                if not self._offset.done():
-                    self._offset.set_result(reply.num_bytes)
+                if not self._go.done():
+                    self._go.set_result(reply.num_bytes)
                 if reply.num_bytes <= self._moved:
                     continue  # a connection that breaks again and again moves nothing
             self._moved = max(self._moved, reply.num_bytes)
@@ -273,24 +289,52 @@ class Sending:
 
     async def _write(self, call: aio.StreamStreamCall[bytes, bytes], header: Header) -> None:
         """Header, chunks and trailer. What goes wrong with the stream, its reader sees as well."""
-        payload = self._payload
-        assert payload is not None and self._offset is not None and self._watchdog is not None
+        payload, go = self._payload, self._go
+        assert payload is not None and go is not None
+        raw = raw_bytes(payload)
+        checksum, place = 0, 0
         try:
             await self._put(call, pack_header(header))
-            raw = raw_bytes(payload)
-            checksum, place = await self._skip(raw, await self._offset)
-            while place < raw.numel():
-                end = min(raw.numel(), place + self._next_chunk_bytes())
-                await self._pace(end - place)
-                chunk = chunk_of(raw, place, end)
-                checksum = zlib.crc32(chunk, checksum)
-                await self._put(call, chunk)
-                self._watchdog.feed()
-                place = end
+            if not header.retry:  # beginning before the receiver answers saves a round trip
+                place = raw.numel() if self._control else min(self._borrow(), raw.numel())
+                checksum = await self._put_chunks(call, raw, 0, place, checksum)
+            if place < raw.numel() or header.retry:
+                offset = await go
+                if header.retry:
+                    checksum, place = await self._skip(raw, offset)
+                checksum = await self._put_chunks(call, raw, place, raw.numel(), checksum)
             await self._put(call, pack_trailer(checksum))
             await call.done_writing()
         except RPC_ERRORS:
             pass  # `_read` has the reason, or the verdict that made the receiver hang up
+
+    def _borrow(self) -> int:
+        """Bytes that may be sent unasked; `_give_back` when they have room, or are no more."""
+        self._borrowed = min(_EAGER_BYTES, self._route.eager_bytes)
+        self._route.eager_bytes -= self._borrowed
+        return self._borrowed
+
+    def _give_back(self) -> None:
+        self._route.eager_bytes += self._borrowed
+        self._borrowed = 0
+
+    async def _put_chunks(
+        self,
+        call: aio.StreamStreamCall[bytes, bytes],
+        raw: Tensor,
+        place: int,
+        until: int,
+        checksum: int,
+    ) -> int:
+        """Send bytes `place` to `until`; returns the checksum with them."""
+        while place < until:
+            end = min(until, place + self._next_chunk_bytes())
+            await self._pace(end - place)
+            chunk = chunk_of(raw, place, end)
+            checksum = zlib.crc32(chunk, checksum)
+            await self._put(call, chunk)
+            place = end
+        return checksum
 
     async def _skip(self, raw: Tensor, offset: int) -> tuple[int, int]:
         """The checksum of what the receiver has already."""
@@ -312,11 +356,11 @@ class Sending:
         if self._sender.line.rate is None or self._control:
             return
         when = self._sender.line.send(num_bytes, loop.time())
+        patience_s = self._sender.keepalive_s / 4
         while (left := when - loop.time()) > 0:
-            # The wait is our own, not the peer's: no stall.
-            await asyncio.sleep(min(left, self._sender.keepalive_s / 4))
-            if self._watchdog is not None:
-                self._watchdog.feed()
+            await asyncio.sleep(min(left, patience_s))
+            if left > patience_s and self._watchdog is not None:
+                self._watchdog.feed()  # so long a wait is our own, and no stall of the peer's
 
     async def _put(self, call: aio.StreamStreamCall[bytes, bytes], frame: bytes) -> None:
         """Write a frame; the next chunk is larger or smaller by how long that took."""
@@ -371,6 +415,11 @@ def error_of(reason: Reason, message: str) -> CommError:
     if reason in (Reason.CHECKSUM, Reason.NOT_FINITE):
         return PayloadCorrupt(message)
     return Refused(reason, message)
+
+
+async def _hang_up(call: aio.StreamStreamCall[bytes, bytes]) -> None:
+    """Let a stream whose verdict is known end by itself; cancelling it would be logged there."""
+    await call.code()
 
 
 def _describe(error: BaseException) -> str:

@@ -8,6 +8,9 @@ from collections.abc import Callable
 _CONTINUES_S = 0.1
 """A sender that comes back within this time was busy or woken late: the line did not rest."""
 
+_READ_LATE_S = 0.05
+"""What is read so much later than it came in does not hold up what follows it."""
+
 
 class Line:
     """One direction of a line that passes `rate` bytes per second, shared by all who use it.
@@ -46,8 +49,8 @@ class Line:
         """
         if self.rate is None:
             return now
-        self._free_at = max(self._free_at + num_bytes / self.rate, now)
-        return self._free_at
+        self._free_at = max(self._free_at + num_bytes / self.rate, now - _READ_LATE_S)
+        return max(self._free_at, now)
 
     def charge(self, num_bytes: int, now: float) -> None:
         """Let `num_bytes` pass at once, before all others, who wait the longer for it."""

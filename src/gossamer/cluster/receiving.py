@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import zlib
 from typing import Any
@@ -156,12 +157,11 @@ class Receiver:
 
     async def _take(self, entry: Entry, context: Context) -> None:
         """Receive the rest of a payload and hand it over."""
-        go = Reply("go", entry.received, self._life)
-        await self._reply(context, go)
         while not await self._inbox.admit(entry, self._limits.keepalive / 4):
             await self._reply(context, Reply("progress", entry.received))
         if entry.error is not None:
             raise refusal_of(entry)
+        await self._reply(context, Reply("go", entry.received, self._life))
         stalled = Refused(Reason.SLOW, f"nothing came for {self._limits.keepalive:g} s")
         dog = Watchdog(self._limits.keepalive, lambda: self._inbox.fail(entry, stalled))
         try:
@@ -220,6 +220,12 @@ class Receiver:
             entry.stop = None
             self._inbox.fail(entry, error_of(refused.reason, str(refused)))
         await self._reply(context, Reply("refused", reason=refused.reason, text=str(refused)))
+        # A stream that ends while its sender writes shows there as an error and hides the verdict:
+        # give it a moment to read that and hang up.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._limits.keepalive / 4):
+                while isinstance(await context.read(), bytes):
+                    pass
 
     def _note(self, refused: Refused, context: Context) -> None:
         kind = refused.reason.name.lower()

@@ -22,7 +22,15 @@ from torch import Tensor
 from gossamer.cluster.certs import Credentials, channel_options, worker_name
 from gossamer.cluster.inbox import CONTROL_BYTES_MAX, Inbox
 from gossamer.cluster.limits import Limits
-from gossamer.cluster.outbox import MESSAGE, SERVICE, WITHDRAW, Sender, Sending, Traffic
+from gossamer.cluster.outbox import (
+    EAGER_BYTES_MAX,
+    MESSAGE,
+    SERVICE,
+    WITHDRAW,
+    Sender,
+    Sending,
+    Traffic,
+)
 from gossamer.cluster.pacing import Line
 from gossamer.cluster.receiving import Receiver
 from gossamer.cluster.wire import CHUNK_BYTES_MAX, HEADER_BYTES_MAX, ID_BYTES, NO_LIFE, Header
@@ -116,6 +124,7 @@ class GrpcTransport:
         except RuntimeError:
             port = 0
         if port == 0:
+            await server.stop(None)
             raise ConfigError(
                 f"cannot listen on {self._listen}; is it an address of this machine, and free?"
             )
@@ -231,6 +240,7 @@ class _Peer:
         self.worker, self._credentials, self._limits = worker, credentials, limits
         self.address: str | None = None
         self.life = NO_LIFE
+        self.eager_bytes = EAGER_BYTES_MAX
         self._channels: dict[bool, aio.Channel] = {}
         self._slots = {kind: asyncio.Semaphore(limits.streams_max) for kind in (False, True)}
 

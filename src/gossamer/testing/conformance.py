@@ -26,6 +26,7 @@ from gossamer.testing.harness import (
     expect_error,
     fate,
     numbers,
+    payloads,
     same_bits,
     start,
 )
@@ -33,18 +34,6 @@ from gossamer.testing.harness import (
 TAG = Tag("mix1", 0)
 
 # --------------------------------------------------------------- once, whole, undamaged, untouched
-
-
-def payloads() -> list[Tensor]:
-    """One of each kind: dtypes, no dimension, no element, several dimensions, odd bytes."""
-    floats = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-    ints = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
-    values = [numbers(37).to(dtype) for dtype in floats]
-    values += [torch.arange(1, 12, dtype=dtype) for dtype in ints]
-    values += [torch.tensor([True, False, True]), torch.tensor(2.5), torch.tensor(7)]
-    values += [torch.empty(0), torch.empty(3, 0, 2), numbers(24).reshape(2, 3, 4)]
-    values += [torch.tensor([0.0, -0.0, 1e-42]), torch.tensor([1 + 2j, -3j])]
-    return values
 
 
 def messages_arrive_whole(harness: Harness) -> None:
