@@ -1,29 +1,130 @@
-"""A worker process for tests: `python programs.py '{"coordinator": ..., "method": ..., ...}'`.
+"""Worker and coordinator processes for tests: held at named points, killed, stopped, asked.
 
-Prints one JSON event a line. The job is small: TinyMLP, a method by name, four workers.
+`python programs.py SOCKET` imports everything once and then forks a process for each line that it
+reads: `{"program": "worker", ...}`. Each process connects to the test's SOCKET and tells its events
+there, one JSON object a line. A process that was told to hold at a point stands still there, until
+the test writes a line to it or kills it: nothing has to be guessed with sleeps.
+
+The points, each with a round:
+
+    training           in the middle of the inner steps
+    send:KIND          before the first message of this kind is sent
+    sending:KIND       all of a message is out but its checksum
+    received:KIND      a message has come and is not yet used
+    saving             a checkpoint's tensors are written, and it is not complete
+
+`python programs.py '{...}'` is one worker that prints its events.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import socket
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+import gossamer.cluster.checkpoint
+import gossamer.cluster.worker
+from gossamer.cluster.context import ClusterContext
+from gossamer.cluster.coordinator import serve
 from gossamer.cluster.job import Job
+from gossamer.cluster.outbox import Sending
+from gossamer.cluster.plan import CoordinatorSettings
 from gossamer.cluster.worker import WorkerProcess
+from gossamer.comm.context import MethodState, Tag
+from gossamer.errors import GossamerError
 from gossamer.methods import build_method
 from gossamer.training.problems import TinyMLP
+from gossamer.training.replica import Replica
 from gossamer.training.settings import Training
 
+Tell = Callable[[str, dict[str, Any]], None]
+_lock = threading.Lock()
 
-def make_job(options: dict[str, Any]) -> Job:
+
+class Holds:
+    """Where this process is to stand still."""
+
+    def __init__(self, wanted: list[list[Any]], tell: Tell) -> None:
+        self._wanted = {(point, round_index) for point, round_index in wanted}
+        self._tell = tell
+        self._released = threading.Semaphore(0)
+
+    def release(self) -> None:
+        self._released.release()
+
+    def reach(self, point: str, round_index: int) -> None:
+        """Stand still here, once, if that is wanted."""
+        if (point, round_index) in self._wanted:
+            self._wanted.discard((point, round_index))
+            self._tell("held", {"point": point, "round": round_index})
+            self._released.acquire()
+
+
+class HeldTask(TinyMLP):
+    """The problem, which can be held or spoilt at a step."""
+
+    def __init__(self, options: dict[str, Any], reach: Callable[[str, int], None]) -> None:
+        super().__init__(num_hidden=options.get("hidden", 16))
+        self._reach = reach
+        self._inner_steps = options.get("hyperparameters", {}).get("inner_steps", 100)
+        self._spoilt_step = options.get("nan_step", -1)
+
+    def train_batch(self, worker: int, step: int) -> tuple[Tensor, Tensor]:
+        if step % self._inner_steps == self._inner_steps // 2:
+            self._reach("training", step // self._inner_steps)
+        inputs, targets = super().train_batch(worker, step)
+        if step == self._spoilt_step:
+            targets = targets * float("nan")
+        return inputs, targets
+
+
+def hold_at(holds: Holds) -> None:
+    """Put the points into the library's own code."""
+    put, recv, send = Sending._put, ClusterContext.recv, ClusterContext.send
+    save_file = gossamer.cluster.checkpoint.save_file
+
+    async def _put(self: Sending, call: Any, frame: bytes) -> None:
+        num_bytes = self.header.num_bytes
+        place: int = self.__dict__.get("place", -1)  # -1: the header is next
+        if place >= num_bytes:
+            holds.reach(f"sending:{self.header.tag.kind}", self.header.tag.round_index)
+        self.__dict__["place"] = 0 if place < 0 else place + len(frame)
+        await put(self, call, frame)
+
+    def held_send(self: ClusterContext, dst: int, tag: Tag, *args: Any, **options: Any) -> Any:
+        holds.reach(f"send:{tag.kind}", tag.round_index)
+        return send(self, dst, tag, *args, **options)
+
+    async def held_recv(self: ClusterContext, src: int, tag: Tag, **options: Any) -> Tensor:
+        payload = await recv(self, src, tag, **options)
+        holds.reach(f"received:{tag.kind}", tag.round_index)
+        return payload
+
+    def held_save(tensors: dict[str, Tensor], path: Path) -> None:
+        save_file(tensors, path)
+        if path.parent.name.startswith(".round-"):
+            holds.reach("saving", int(path.parent.name.split("-")[1].split(".")[0]))
+
+    Sending._put = _put  # type: ignore[method-assign]
+    ClusterContext.send = held_send  # type: ignore[method-assign]
+    ClusterContext.recv = held_recv  # type: ignore[method-assign]
+    gossamer.cluster.checkpoint.save_file = held_save
+
+
+def make_job(options: dict[str, Any], reach: Callable[[str, int], None]) -> Job:
     return Job(
         method=build_method(options["method"], options.get("hyperparameters", {})),
-        task=TinyMLP(num_hidden=options.get("hidden", 16)),
+        task=HeldTask(options, reach),
         training=Training(
             workers=options.get("workers", 4),
             rounds=options.get("rounds", 5),
@@ -38,15 +139,22 @@ def make_job(options: dict[str, Any]) -> Job:
     )
 
 
-def tell(kind: str, fields: dict[str, Any]) -> None:
-    print(json.dumps({"kind": kind, **fields}), flush=True)
+class TellingProcess(WorkerProcess):
+    """Tells more of its state at boundaries than a user's log needs."""
+
+    def state_digest(self, state: MethodState) -> str | None:
+        replica: Replica = self._replica
+        self._events("position", {
+            "round": state.rounds_completed,
+            "steps": replica.steps_completed,
+            "learning_rate": replica.learning_rate,
+        })  # fmt: skip
+        return super().state_digest(state)
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    options = json.loads(sys.argv[1])
-    process = WorkerProcess(
-        make_job(options),
+def run_worker(options: dict[str, Any], tell: Tell, holds: Holds) -> None:
+    process = TellingProcess(
+        make_job(options, holds.reach),
         coordinator=options["coordinator"],
         folder=Path(options["folder"]) if options.get("folder") else None,
         worker=options.get("worker"),
@@ -54,7 +162,79 @@ def main() -> None:
         delay_s=options.get("delay_s", 0.0),
         events=tell,
     )
-    tell("end", {"summary": asyncio.run(process.run())})
+    try:
+        summary = asyncio.run(process.run())
+    except GossamerError as error:
+        tell("error", {"type": type(error).__name__, "message": str(error)})
+        raise SystemExit(1) from None
+    replica = process._replica
+    parameters = bytes(replica.parameters.view(torch.uint8).numpy())
+    tell("end", {"summary": summary, "parameters": parameters.hex()})
+
+
+def run_coordinator(options: dict[str, Any], tell: Tell) -> None:
+    tell_address = lambda address: tell("listening", {"address": address})  # noqa: E731
+    settings = CoordinatorSettings.model_validate(options["settings"])
+    status = asyncio.run(serve(settings, listener=tell, on_start=tell_address, linger_s=0.5))
+    tell("end", {"status": status.model_dump(mode="json")})
+
+
+def run_program(options: dict[str, Any], address: str) -> None:
+    """One forked process, from its connection with the test to its end."""
+    line = socket.socket(socket.AF_UNIX)
+    line.connect(address)
+
+    def tell(kind: str, fields: dict[str, Any]) -> None:
+        text = json.dumps({"event": kind, **fields}) + "\n"
+        with _lock:
+            line.sendall(text.encode())
+
+    tell("hello", {"id": options["id"], "pid": os.getpid()})
+    holds = Holds(options.get("hold", []), tell)
+
+    def listen() -> None:
+        while line.recv(1):
+            holds.release()
+        os._exit(1)  # the test is gone
+
+    threading.Thread(target=listen, daemon=True).start()
+    if options["program"] == "coordinator":
+        run_coordinator(options, tell)
+    else:
+        hold_at(holds)
+        run_worker(options, tell, holds)
+    line.shutdown(socket.SHUT_WR)
+
+
+def fork_for_each_line(address: str) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
+    for text in sys.stdin:
+        sys.stdout.flush()
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            code = 1
+            try:
+                run_program(json.loads(text), address)
+                code = 0
+            except SystemExit:
+                pass
+            finally:
+                if code and sys.exc_info()[0] not in (None, SystemExit):
+                    sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+                sys.stderr.flush()
+                os._exit(code)
+
+
+def print_event(kind: str, fields: dict[str, Any]) -> None:
+    print(json.dumps({"kind": kind, **fields}), flush=True)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    if not sys.argv[1].startswith("{"):
+        fork_for_each_line(sys.argv[1])
+        return
+    run_worker(json.loads(sys.argv[1]), print_event, Holds([], print_event))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,50 @@
+"""The cluster and the simulator give the same bits: four processes over gRPC, five rounds each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from processes import Cluster
+
+from gossamer.sim.simulate import simulate
+
+METHODS: list[tuple[str, dict[str, Any]]] = [
+    ("data_parallel", {"inner_steps": 6}),
+    ("local_sgd", {"inner_steps": 6}),
+    ("diloco", {"inner_steps": 6}),
+    ("GlobalM1", {"inner_steps": 6}),
+    ("GlobalM1S", {"inner_steps": 6}),
+    ("GlobalM1LocalM2", {"inner_steps": 6}),
+    ("GlobalM1LocalM2", {"inner_steps": 6, "mix2_subset": ["2.*"]}),
+    ("GlobalM1LocalM2", {"inner_steps": 6, "js_threshold": 0.0}),
+    ("LocalM1M2", {"inner_steps": 6}),
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "hyperparameters"),
+    METHODS,
+    ids=["-".join([name, *list(given)[1:]]) for name, given in METHODS],
+)
+def test_a_cluster_run_equals_the_simulators_bit_for_bit(
+    cluster: Callable[..., Cluster], method: str, hyperparameters: dict[str, Any]
+) -> None:
+    run = cluster(method=method, hyperparameters=hyperparameters, workers=4, rounds=5, hidden=800)
+    run.start_all()
+    job = run.job
+    simulated = simulate(method=job.method, task=job.task, training=job.training, seed=job.seed)
+    ends = run.finish()
+    for worker, end in ends.items():
+        data = bytearray.fromhex(end["parameters"])
+        parameters = torch.frombuffer(data, dtype=torch.float32)
+        assert torch.equal(parameters, simulated.parameters[worker]), worker
+    sent = {
+        kind: sum(end["summary"]["bytes_by_kind"][kind] for end in ends.values())
+        for kind in ends[0]["summary"]["bytes_by_kind"]
+    }
+    assert sent == simulated.summary["bytes_by_kind"]
+    assert sum(end["summary"]["samples"] for end in ends.values()) == simulated.summary["samples"]
+    assert all(end["summary"]["failed_transfers"] == 0 for end in ends.values())
