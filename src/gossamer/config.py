@@ -16,6 +16,7 @@ import tomli_w
 import torch
 from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, ValidationError
 
+from gossamer.cluster.settings import ClusterSettings
 from gossamer.errors import ConfigError, nearest
 from gossamer.measure.settings import Measure
 from gossamer.methods import METHODS, PRESETS, Method
@@ -76,12 +77,18 @@ TASKS: dict[str, type[TaskSettings]] = {"text": TextSettings}
 class RunSettings(Settings):
     """`[run]`: in which world, and how it is kept."""
 
-    world: Literal["sim"] = Field("sim", description="where the workers live")
+    world: Literal["sim", "cluster"] = Field(
+        "sim", description="where the workers live: simulated in one process, or each in its own"
+    )
     numerics: Literal["real", "none"] = Field(
         "real", description='"none": tensors on the meta device, only time passes'
     )
-    checkpoint_every: int = Field(0, ge=0, description="rounds; 0 for only when stopped")
-    threads: int | None = Field(None, ge=1, description="torch threads; default: torch's choice")
+    checkpoint_every: int = Field(
+        0, ge=0, description="rounds, of a simulated run; 0 for only when stopped"
+    )
+    threads: int | None = Field(
+        None, ge=1, description="torch threads; default: torch's choice, and 1 per `launch` worker"
+    )
 
 
 def parse_method(values: object) -> Method:
@@ -130,6 +137,9 @@ class Recipe(Settings):
     timing: Timing = Field(default_factory=Timing, description="modelled compute and payload")
     faults: Faults = Field(default_factory=Faults, description="what goes wrong")
     measure: Measure = Field(default_factory=Measure, description="what is measured, and when")
+    cluster: ClusterSettings = Field(
+        default_factory=ClusterSettings, description="how a run between real processes is done"
+    )
     run: RunSettings = Field(default_factory=RunSettings, description="world and housekeeping")
 
 
@@ -139,6 +149,7 @@ _SECTIONS: dict[str, type[Settings]] = {
     "timing": Timing,
     "faults": Faults,
     "measure": Measure,
+    "cluster": ClusterSettings,
     "run": RunSettings,
 }
 
@@ -217,6 +228,8 @@ def build_recipe(values: Mapping[str, Any], *, base: Path) -> Recipe:
     }
     sections["method"] = parse_method(values["method"])
     sections["task"] = parse_task(values.get("task", {})).located(base)
+    if "cluster" in sections:
+        sections["cluster"] = sections["cluster"].located(base)
     if "seed" in values:
         sections["seed"] = values["seed"]
     return Recipe(**sections)
@@ -245,7 +258,25 @@ def prepare(recipe: Recipe) -> Prepared:
         num_steps = recipe.train.rounds * recipe.method.inner_steps
         task.prepare(num_workers=workers, seed=recipe.seed, num_steps=num_steps)
     FaultPlan(recipe.faults, workers, recipe.seed)  # refuses faults of workers that are not there
+    if recipe.run.world == "cluster":
+        _check_is_real(recipe)
     return Prepared(recipe, task, layout)
+
+
+def _check_is_real(recipe: Recipe) -> None:
+    """Refuse for the cluster world what only the simulator can do."""
+    network = recipe.network
+    simulated = {
+        'run.numerics = "none"': recipe.run.numerics == "none",
+        "[faults]": recipe.faults != Faults(),
+        "network.failure_probability": network.failure_probability > 0,
+        "network.corruption_probability": network.corruption_probability > 0,
+    }
+    for name, given in simulated.items():
+        if given:
+            raise ConfigError(
+                f'{name} is for the simulated world; leave it out, or set run.world = "sim"'
+            )
 
 
 def recipe_tables(recipe: Recipe) -> dict[str, Any]:
@@ -254,7 +285,7 @@ def recipe_tables(recipe: Recipe) -> dict[str, Any]:
     tables["train"] = recipe.train.model_dump(exclude_none=True)
     method = recipe.method.model_dump(exclude_none=True)
     tables["method"] = {"name": recipe.method.name, **method}
-    for name in ("network", "timing", "faults", "measure", "run"):
+    for name in ("network", "timing", "faults", "measure", "cluster", "run"):
         tables[name] = getattr(recipe, name).model_dump(exclude_none=True)
     return tables
 

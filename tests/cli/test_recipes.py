@@ -215,7 +215,7 @@ def test_bad_overrides_are_refused(text: str) -> None:
         ({"method": {"name": "diloco", "mix1": "pair"}}, r"^method.mix1: unknown setting"),
         ({"method": {"name": "diloco", "inner_steps": 0}}, r"^method.inner_steps: .*got 0$"),
         ({"method": {"name": ["a"]}}, r"^method.name: unknown method"),
-        ({"run": {"world": "simm"}}, r"^run.world: .*'sim'; got 'simm'$"),
+        ({"run": {"world": "simm"}}, r"^run.world: .*'sim' or 'cluster'; got 'simm'$"),
     ],
 )
 def test_each_mistake_is_named_with_its_key(values: dict[str, Any], message: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +25,7 @@ class Job:
         step_time_s: the least time of an inner step, to play a larger model; 0: as fast as it goes.
         rejoin_moments: whose inner moments a joiner goes on with.
         checkpoint_every: rounds between a worker's checkpoints; 0: none.
+        about_task: what must be the same of the task on all machines, as JSON.
     """
 
     method: Method
@@ -34,6 +36,7 @@ class Job:
     step_time_s: float = 0.0
     rejoin_moments: Moments = "donor"
     checkpoint_every: int = 1
+    about_task: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def moments(self) -> Moments:
@@ -60,6 +63,7 @@ class Job:
             "seed": self.seed,
             "method": {"name": self.method.name, **self.method.model_dump(mode="json")},
             "train": self.training.model_dump(mode="json"),
+            "task": dict(self.about_task),
             "deadline_s": self.deadline_s,
             "rejoin_moments": self.moments,
         }

@@ -39,7 +39,8 @@ DEMO_METHODS = {
 PLANNED_METHODS = ("data_parallel", "local_sgd", "diloco", "GlobalM1", "GlobalM1LocalM2",
                    "GlobalM1LocalM2-subset", "LocalM1M2")  # fmt: skip
 
-UNTRAINED = ('run.numerics="none"', "run.checkpoint_every=0")  # there is nothing to save
+# There is nothing to save; and a plan is a simulation, whatever world the recipe is for.
+UNTRAINED = ('run.numerics="none"', "run.checkpoint_every=0", "run.world=sim")
 
 ResumeOption = Annotated[
     Path | None,
@@ -141,8 +142,10 @@ def demo(out: OutOption = None, changes: SetOption = None, json: JsonOption = Fa
 
 def prepare_all(base: Recipe, entries: Sequence[Entry]) -> list[Prepared]:
     """Every variant, checked before the first of them starts."""
+    from gossamer.commands.running import check_simulated
     from gossamer.config import prepare, variant
 
+    check_simulated(base, "gossamer launch RECIPE for each method")
     prepared = []
     for entry in entries:
         try:

@@ -130,13 +130,15 @@ def _of_run(path: Path) -> tuple[Prepared, Tensor]:
 
 
 def _trained_briefly(path: Path, rounds: int | None, changes: list[str]) -> tuple[Prepared, Tensor]:
-    from gossamer.commands.running import simulate_prepared, stopping_on_signals
+    from gossamer.commands.running import check_simulated, simulate_prepared, stopping_on_signals
     from gossamer.config import load_recipe, prepare
     from gossamer.report.progress import Display
 
     if rounds is not None:
         changes = [*changes, f"train.rounds={rounds}"]
-    prepared = prepare(load_recipe(path, changes))
+    recipe = load_recipe(path, changes)
+    check_simulated(recipe, "gossamer launch, and then the folder of the run")
+    prepared = prepare(recipe)
     if prepared.recipe.run.numerics == "none":
         raise ConfigError('sensitivity measures predictions: run.numerics must be "real"')
     with Display(1) as display, stopping_on_signals() as stop:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gossamer.config import Prepared
+from gossamer.config import Prepared, Recipe
 from gossamer.errors import ConfigError, GossamerError, Interrupted
 from gossamer.report.progress import Display, RunProgress
 from gossamer.report.run_folder import RunFolder
@@ -37,6 +37,15 @@ class FolderListener:
     def on_event(self, kind: str, fields: dict[str, Any]) -> None:
         self.folder.record(kind, fields)
         self.progress.on_event(kind, fields)
+
+
+def check_simulated(recipe: Recipe, instead: str) -> None:
+    """Refuse a recipe of the cluster world where only the simulator is meant."""
+    if recipe.run.world != "sim":
+        raise ConfigError(
+            f'run.world = "{recipe.run.world}", and this command simulates; use {instead}, or add '
+            f"--set run.world=sim"
+        )
 
 
 def carry_out(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,7 +49,7 @@ def train(
 
         gossamer train --resume runs/small
     """
-    from gossamer.commands.running import carry_out, stopping_on_signals
+    from gossamer.commands.running import carry_out, check_simulated, stopping_on_signals
     from gossamer.config import load_recipe, prepare
     from gossamer.report.progress import Display
     from gossamer.report.run_folder import RunFolder
@@ -59,10 +60,13 @@ def train(
         if out is not None:
             raise ConfigError("--resume goes on in its own folder; leave out --out")
         folder = RunFolder(resume)
+        check_simulated(folder.recipe(), f"gossamer launch --resume {resume}")
         prepared = prepare(resumed_recipe(folder, recipe, changes or []))
         checkpoint = folder.reopen()
     elif recipe is not None:
-        prepared = prepare(load_recipe(recipe, changes or []))
+        loaded = load_recipe(recipe, changes or [])
+        check_simulated(loaded, f"gossamer launch {recipe}")
+        prepared = prepare(loaded)
         folder = RunFolder.create(out, prepared.recipe)
     else:
         raise ConfigError("give a RECIPE to train, or --resume DIR to go on with a stopped run")
@@ -82,7 +86,13 @@ def train(
     print_note(f"files: {folder.path}; next: gossamer report {folder.path}")
 
 
-def resumed_recipe(folder: RunFolder, recipe: Path | None, changes: list[str]) -> Recipe:
+def resumed_recipe(
+    folder: RunFolder,
+    recipe: Path | None,
+    changes: list[str],
+    *,
+    may_change: Sequence[str] = RESUMABLE_CHANGES,
+) -> Recipe:
     """The recipe of a run that is to go on. Raises `ConfigError` where it would be another run."""
     from gossamer.config import (
         apply_overrides,
@@ -100,10 +110,10 @@ def resumed_recipe(folder: RunFolder, recipe: Path | None, changes: list[str]) -
     else:
         tables = apply_overrides(recipe_tables(kept), changes)
         asked = build_recipe(tables, base=folder.path)
-    difference = first_difference(kept, asked, ignore=RESUMABLE_CHANGES)
+    difference = first_difference(kept, asked, ignore=may_change)
     if difference is not None:
         raise ConfigError(
             f"cannot resume {str(folder.path)!r} with another configuration: {difference}; only "
-            f"{' and '.join(RESUMABLE_CHANGES)} may change"
+            f"{' and '.join(may_change)} may change"
         )
     return asked

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from gossamer.comm.context import MethodState
+from gossamer.measure.replicas import measure_replicas
 from gossamer.sim.checkpoint import CheckpointWriter
 from gossamer.sim.context import SimContext
-from gossamer.sim.measuring import measure_replicas
 
 if TYPE_CHECKING:
     from gossamer.sim.world import World

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from gossamer.comm.ledger import Ledger
 from gossamer.errors import ConfigError, GossamerError, Interrupted
+from gossamer.measure.replicas import average
 from gossamer.measure.settings import Measure
 from gossamer.methods.base import Method
 from gossamer.sim.checkpoint import load_checkpoint
 from gossamer.sim.compute import Timing
 from gossamer.sim.faults import Faults
 from gossamer.sim.listener import Listener, NullListener, StopFlag
-from gossamer.sim.measuring import average
 from gossamer.sim.network import Network
 from gossamer.sim.world import World, WorldSettings
 from gossamer.training.engine import Engine

@@ -1,0 +1,93 @@
+"""From a recipe to the parts of a cluster run: its job, its coordinator, its certificates."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gossamer.cluster.job import DEADLINE_S, Job
+from gossamer.config import SHIPPED_TEXTS, Recipe
+from gossamer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gossamer.cluster.certs import Credentials
+    from gossamer.cluster.plan import CoordinatorSettings
+
+
+def job_of(recipe: Recipe) -> Job:
+    """What all processes of the run must agree on. Raises `ConfigError` for unusable data."""
+    deadline_s = recipe.network.deadline
+    return Job(
+        method=recipe.method,
+        task=recipe.task.build(recipe.train),
+        training=recipe.train,
+        seed=recipe.seed,
+        deadline_s=DEADLINE_S if deadline_s is None else deadline_s,
+        step_time_s=recipe.timing.step_time if recipe.cluster.pace else 0.0,
+        rejoin_moments=recipe.cluster.rejoin_moments,
+        checkpoint_every=recipe.cluster.checkpoint_every,
+        about_task=_about_task(recipe),
+    )
+
+
+def _about_task(recipe: Recipe) -> dict[str, Any]:
+    """The task's settings; a file of one's own by its content, as it may lie elsewhere."""
+    about = recipe.task.model_dump(mode="json")
+    if recipe.task.data not in SHIPPED_TEXTS:
+        with Path(recipe.task.data).open("rb") as file:
+            about["data"] = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+    return about
+
+
+def coordinator_of(
+    recipe: Recipe, configuration: dict[str, Any], *, store: Path, run_id: str | None = None
+) -> CoordinatorSettings:
+    """What the coordinator of a recipe is told.
+
+    Args:
+        configuration: the job's, which every worker's must equal.
+        store: the SQLite file of the run.
+        run_id: of a run to go on with from its workers' checkpoints.
+    """
+    from gossamer.cluster.plan import CoordinatorSettings
+
+    cluster = recipe.cluster
+    return CoordinatorSettings(
+        listen=cluster.coordinator,
+        store=store,
+        workers=recipe.train.workers,
+        rounds=recipe.train.rounds,
+        deadline=configuration["deadline_s"],
+        min_workers=cluster.min_workers,
+        start_timeout=cluster.start_timeout,
+        joiners_per_donor=cluster.joiners_per_donor,
+        configuration=configuration,
+        run_id=run_id,
+    )
+
+
+def credentials_of(folder: Path | str | None, name: str) -> Credentials | None:
+    """The certificate of `name` in a folder made by `gossamer certs`; None where there is none.
+
+    Raises `ConfigError`.
+    """
+    if folder is None:
+        return None
+    from gossamer.cluster.certs import Credentials
+
+    return Credentials.load(folder, name)
+
+
+def certified_worker(folder: Path) -> int:
+    """Whose certificate a folder holds, where it is one worker's. Raises `ConfigError`."""
+    found = sorted(p.stem for p in folder.glob("worker-*.pem") if not p.stem.endswith("-key"))
+    if len(found) != 1:
+        raise ConfigError(
+            f"{folder} holds the certificates of {len(found)} workers; --index says which one "
+            f"this process is"
+        )
+    index = found[0].removeprefix("worker-")
+    if not index.isdigit():
+        raise ConfigError(f"{folder / found[0]}.pem is not the certificate of a worker")
+    return int(index)
