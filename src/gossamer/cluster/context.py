@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,10 +20,41 @@ from gossamer.comm.tasks import TaskGroup
 from gossamer.comm.transport import Transport
 from gossamer.errors import CommError
 from gossamer.seeding import torch_stream
-from gossamer.training.engine import Engine
+from gossamer.training.layout import ParameterLayout
 from gossamer.training.replica import Replica
 
 R = TypeVar("R")
+
+NAP_S = 0.25  # a paced step notices so soon that it shall stop
+
+
+class Trains(Protocol):
+    """Whatever does the numerics; see `gossamer.training.engine.Engine`."""
+
+    @property
+    def layout(self) -> ParameterLayout:
+        """Where each tensor lies in the flat vector."""
+
+    @property
+    def units_per_batch(self) -> int:
+        """Tokens or samples in a training batch."""
+
+    def new_replicas(self, num_workers: int) -> tuple[Tensor, list[Replica]]:
+        """Equal replicas, and their parameters [M, P]."""
+
+    def train(
+        self, replica: Replica, num_steps: int, on_step: Callable[[], None] | None = None
+    ) -> TrainReport:
+        """Inner steps, in place."""
+
+    def gradient(self, replica: Replica) -> tuple[Tensor, float]:
+        """The gradient [P] on the next batch, and the loss."""
+
+    def apply_gradient(self, replica: Replica, gradient: Tensor) -> None:
+        """One inner step with a given gradient."""
+
+    def predict(self, parameters: Tensor, buffers: Tensor, counters: Tensor) -> Tensor:
+        """Log-probabilities on the probe batch."""
 
 
 class Stopped(Exception):
@@ -34,7 +65,7 @@ class Stopped(Exception):
 class Progress:
     """What a worker has done; read by reports and by the summary. Times in seconds."""
 
-    started_s: float = field(default_factory=time.monotonic)
+    began_s: float | None = None  # when it had a state for the first time
     counter: int = 0  # steps trained, transfers finished, waits begun and ended
     train_s: float = 0.0
     samples: int = 0
@@ -46,8 +77,27 @@ class Progress:
     records: dict[str, list[float]] = field(default_factory=dict)  # name: [count, sum]
     ledger: Ledger = field(default_factory=Ledger)
 
+    def begin(self) -> None:
+        """The run has begun for this worker; what came before counts for nothing."""
+        if self.began_s is None:
+            self.began_s = time.monotonic()
+
     def elapsed_s(self) -> float:
-        return time.monotonic() - self.started_s
+        return 0.0 if self.began_s is None else time.monotonic() - self.began_s
+
+    def totals(self) -> dict[str, Any]:
+        """All that adds up, since the process began."""
+        elapsed_s = self.elapsed_s()
+        return {
+            "samples": self.samples,
+            "time_s": elapsed_s,
+            "train_time_s": self.train_s,
+            "blocked_time_s": max(0.0, elapsed_s - self.train_s),
+            "bytes_sent": self.ledger.total(),
+            "bytes_by_kind": self.ledger.by_kind(),
+            "failed_transfers": self.failed_transfers,
+            "records": {n: {"count": c, "mean": t / c} for n, (c, t) in self.records.items()},
+        }
 
     def utilization(self) -> float:
         """Training time over elapsed time."""
@@ -71,7 +121,7 @@ class ClusterContext:
         num_rounds: int,
         seed: int,
         deadline_s: float,
-        engine: Engine,
+        engine: Trains,
         replica: Replica,
         transport: Transport,
         members: Callable[[], MemberLog],
@@ -170,9 +220,10 @@ class ClusterContext:
             if self.stopping:
                 raise Stopped
             due += self._step_time_s
-            ahead = due - time.monotonic()
-            if ahead > 0:
-                time.sleep(ahead)
+            while (ahead := due - time.monotonic()) > 0:
+                time.sleep(min(ahead, NAP_S))
+                if self.stopping:
+                    raise Stopped
 
         return step
 

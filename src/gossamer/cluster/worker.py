@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 
 from gossamer.cluster.certs import Credentials
 from gossamer.cluster.checkpoint import WorkerCheckpoints
-from gossamer.cluster.context import ClusterContext, Progress, Stopped
+from gossamer.cluster.context import ClusterContext, Progress, Stopped, Trains
 from gossamer.cluster.control import Client
 from gossamer.cluster.job import Job
 from gossamer.cluster.messages import Entry, View
@@ -23,11 +24,14 @@ from gossamer.comm.context import MethodState, Tag
 from gossamer.comm.donation import accept, digest, donate, pack
 from gossamer.comm.state import state_tensors
 from gossamer.errors import ConfigError, NonFiniteError, OutOfSync, PayloadCorrupt
-from gossamer.training.engine import Engine
 from gossamer.training.replica import Replica
 
 Events = Callable[[str, dict[str, Any]], None]
 CLOSE_GRACE_S = 2.0
+
+
+def _nothing() -> None:
+    """Done when the training thread is free."""
 
 
 def _silent(kind: str, fields: dict[str, Any]) -> None:
@@ -43,10 +47,12 @@ class WorkerProcess:
         listen: where this worker listens, HOST:PORT; port 0 takes a free one.
         advertise: the address that the others are told; by default the one listened on.
         credentials: this worker's certificate; None on loopback only.
-        folder: for checkpoints and results; None: none are written.
+        folder: for checkpoints and results; None: none are written. "{run}" in it stands for the
+            beginning of the run's id.
         worker: the index wanted; None: a free one.
         rate, delay_s: a thin line to play, in bytes per second and seconds.
         events: hears of rounds, joins and losses.
+        digests: tell a digest of the state with each of them.
     """
 
     def __init__(
@@ -62,17 +68,20 @@ class WorkerProcess:
         rate: float | None = None,
         delay_s: float = 0.0,
         events: Events = _silent,
+        digests: bool = True,
     ) -> None:
         self.job, self._listen, self._advertise = job, listen, advertise
         self._credentials, self._folder, self._wanted = credentials, folder, worker
         self._rate, self._delay_s, self._events = rate, delay_s, events
-        self._coordinator = coordinator
-        self._engine: Engine = job.build_engine()
+        self._coordinator, self._digests = coordinator, digests
+        self._engine: Trains = job.build_engine()
         _, (self._replica,) = self._engine.new_replicas(1)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
         self.progress = Progress()
         self._view: View | None = None
         self._changed = asyncio.Event()
+        self._root: Path | None = None
+        self._checkpoints: WorkerCheckpoints | None = None
         self._known: dict[int, tuple[int, str]] = {}  # worker: incarnation, address
         self._served: dict[tuple[int, int, int], None] = {}  # worker, incarnation, attempt
         self._donations: list[asyncio.Task[None]] = []
@@ -89,19 +98,26 @@ class WorkerProcess:
         Raises `ConfigError` where the run refuses this process, `NonFiniteError` where training
         diverged here, and `CommError` where nothing can be done.
         """
-        await self._connect()
-        background = [
+        async with AsyncExitStack() as stack:
+            stack.callback(self._thread.shutdown, wait=False, cancel_futures=True)
+            self._client = Client(self._coordinator, credentials=self._credentials)
+            stack.push_async_callback(self._client.close)
+            await self._open_transport()
+            stack.push_async_callback(self._close_transport)
+            await self._join()
+            return await self._live()
+
+    async def _live(self) -> dict[str, Any]:
+        main = asyncio.create_task(self._take_part(), name="main")
+        tasks = [
+            main,
             asyncio.create_task(self._watch(), name="watch"),
             asyncio.create_task(self._report(), name="report"),
         ]
         try:
-            main = asyncio.create_task(self._take_part(), name="main")
-            done, _ = await asyncio.wait([main, *background], return_when=asyncio.FIRST_COMPLETED)
-            if main not in done:
-                main.cancel()
-                await asyncio.wait([main])
-                for task in done:
-                    task.result()  # what ended the background ends the worker
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {main}:
+                task.result()  # what ended the background ends the worker
             summary = main.result()
             await self._client.leave("finished", "did the last round")
             return summary
@@ -109,12 +125,14 @@ class WorkerProcess:
             await self._client.leave("error", str(error))
             raise
         except asyncio.CancelledError:
+            main.cancel()
+            await asyncio.wait([main])  # with its end the method's transfers are given up
             await self._client.leave("stopped", "stopped by its user")
             raise
         finally:
-            for task in background:
+            for task in tasks:
                 task.cancel()
-            await self._close()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def stop(self) -> None:
         """End soon: training ends after the step that it is in, and nothing more is sent."""
@@ -122,18 +140,15 @@ class WorkerProcess:
         if self._ctx is not None:
             self._ctx.stopping = True
 
-    async def _close(self) -> None:
+    async def _close_transport(self) -> None:
         if self._ctx is not None:
             self._ctx.stopping = True
         for task in self._donations:
             task.cancel()
         await self._transport.close(0.0 if self.stopped else CLOSE_GRACE_S)
-        await self._client.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _connect(self) -> None:
-        """Listen, and join the run."""
-        self._client = Client(self._coordinator, credentials=self._credentials)
+    async def _open_transport(self) -> None:
+        """Find out which run this is, and listen."""
         status = await self._client.status()
         taken = {w.worker for w in status.workers if w.alive}
         free = [w for w in range(self.job.training.workers) if w not in taken]
@@ -145,9 +160,10 @@ class WorkerProcess:
             rate=self._rate, delay_s=self._delay_s,
         )  # fmt: skip
         self._address = await self._transport.start()
-        root = None if self._folder is None else self._folder / f"worker-{worker:03d}"
-        self._checkpoints = None if root is None else WorkerCheckpoints(root)
-        await self._join()
+        if self._folder is not None:
+            named = str(self._folder).replace("{run}", status.run_id[:8])
+            self._root = Path(named) / f"worker-{worker:03d}"
+            self._checkpoints = WorkerCheckpoints(self._root)
 
     async def _join(self) -> None:
         """Ask the coordinator for a place."""
@@ -240,6 +256,7 @@ class WorkerProcess:
             state = await self._enter()
             if state is None:
                 return self._finish(None)
+            self.progress.begin()
             try:
                 await self._run_method(state)
             except OutOfSync as error:
@@ -265,6 +282,8 @@ class WorkerProcess:
 
     async def _enter(self) -> MethodState | None:
         """Get a state as the coordinator decides; None where the run is over."""
+        # A method that was cancelled may still be in a step, which would write to the parameters.
+        await asyncio.get_running_loop().run_in_executor(self._thread, _nothing)
         self._ctx = self._new_context()
         while True:
             entry = await self._entry()
@@ -356,13 +375,15 @@ class WorkerProcess:
             await asyncio.get_running_loop().run_in_executor(
                 self._thread, checkpoints.save, replica, state
             )
+        progress = self.progress
         self._events(
             "boundary",
             {
                 "round": index,
-                "loss": self.progress.loss,
-                "utilization": self.progress.utilization(),
-                "digest": self.state_digest(state),
+                "loss": progress.loss,
+                "utilization": progress.utilization(),
+                "digest": self.state_digest(state) if self._digests else None,
+                **progress.totals(),
             },
         )
 
@@ -393,29 +414,26 @@ class WorkerProcess:
             "method": self.job.method.name,
             "rounds_completed": progress.rounds_completed,
             "train_loss": progress.loss,
-            "samples": progress.samples,
-            "time_s": progress.elapsed_s(),
-            "train_time_s": progress.train_s,
             "utilization": progress.utilization(),
-            "bytes_sent": progress.ledger.total(),
-            "bytes_by_kind": progress.ledger.by_kind(),
-            "failed_transfers": progress.failed_transfers,
-            "records": {n: {"count": c, "mean": t / c} for n, (c, t) in progress.records.items()},
+            **progress.totals(),
             "digest": None if state is None else self.state_digest(state),
         }
-        if self._folder is not None:
-            root = self._folder / f"worker-{self.worker:03d}"
-            root.mkdir(parents=True, exist_ok=True)
-            replica = self._replica
-            tensors = {
-                "parameters": replica.parameters,
-                "buffers": replica.buffers,
-                "counters": replica.counters,
-            }
-            partial = root / ".final.partial"
-            save_file({n: t.detach().clone() for n, t in tensors.items()}, partial)
-            partial.rename(root / "final.safetensors")
+        if self._root is not None:
+            self._root.mkdir(parents=True, exist_ok=True)
+            if state is not None:  # one who came too late has no parameters worth keeping
+                self._keep_parameters(self._root)
             text = json.dumps(summary, indent=1)
-            (root / ".summary.partial").write_text(text, encoding="utf-8")
-            (root / ".summary.partial").rename(root / "summary.json")
+            (self._root / ".summary.partial").write_text(text, encoding="utf-8")
+            (self._root / ".summary.partial").rename(self._root / "summary.json")
         return summary
+
+    def _keep_parameters(self, root: Path) -> None:
+        replica = self._replica
+        tensors = {
+            "parameters": replica.parameters,
+            "buffers": replica.buffers,
+            "counters": replica.counters,
+        }
+        partial = root / ".final.partial"
+        save_file({n: t.detach().cpu().clone() for n, t in tensors.items()}, partial)
+        partial.rename(root / "final.safetensors")
