@@ -206,8 +206,16 @@ def run_program(options: dict[str, Any], address: str) -> None:
     line.shutdown(socket.SHUT_WR)
 
 
+def warm_up() -> None:
+    """Import now what torch imports when it is first used."""
+    job = make_job({"method": "diloco"}, lambda point, round_index: None)
+    engine = job.build_engine()
+    engine.train(engine.new_replicas(1)[1][0], 1)
+
+
 def fork_for_each_line(address: str) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
+    warm_up()
     for text in sys.stdin:
         sys.stdout.flush()
         if os.fork() == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -102,12 +102,26 @@ class Sender:
 
 
 class Sending:
-    """One message on its way; implements `Transfer`."""
+    """One message on its way; implements `Transfer`.
+
+    Args:
+        after: starts when these have arrived or failed. A receiver takes a message of a later round
+            or step as proof that none of an earlier one will come; two connections, and retries,
+            would otherwise let the later one come first.
+    """
 
     def __init__(
-        self, header: Header, payload: Tensor, route: Route, sender: Sender, *, control: bool
+        self,
+        header: Header,
+        payload: Tensor,
+        route: Route,
+        sender: Sender,
+        *,
+        control: bool,
+        after: Sequence[Sending] = (),
     ) -> None:
         self.header, self._route, self._sender = header, route, sender
+        self._after = tuple(after)
         self._payload: Tensor | None = payload
         self._control = control
         loop = asyncio.get_running_loop()
@@ -157,6 +171,19 @@ class Sending:
             loop = asyncio.get_running_loop()
             self._sender.background(loop.create_task(self._withdraw(error)))
 
+    async def settled(self) -> None:
+        """Wait until it has arrived or has failed."""
+        await asyncio.wait([self._done])
+
+    def precedes(self, header: Header) -> bool:
+        """Whether `header` is of a later round or step of the same kind, to the same worker."""
+        mine, other = self.header.tag, header.tag
+        return (
+            self.header.receiver == header.receiver
+            and mine.kind == other.kind
+            and (mine.round_index, mine.step) < (other.round_index, other.step)
+        )
+
     def when_done(self, callback: Callable[[Sending], None]) -> None:
         """Call back once its task has ended."""
         self._task.add_done_callback(lambda _: callback(self))
@@ -170,6 +197,9 @@ class Sending:
 
     async def _run(self) -> None:
         try:
+            for earlier in self._after:
+                await earlier.settled()
+            self._after = ()
             async with self._route.slots(self._control):
                 await self._deliver()
         except CommError as error:

@@ -136,15 +136,12 @@ class GrpcTransport:
     async def close(self, grace_s: float) -> None:
         """Let what is on its way arrive, for at most `grace_s`; then end everything."""
         self._closed = True
-        pending = [s for s in self._sendings if not s.is_done]
-        tasks = [asyncio.ensure_future(_settled(sending)) for sending in pending]
-        if tasks:
-            await asyncio.wait(tasks, timeout=grace_s)
-        for sending in pending:
-            if not sending.is_done:
-                sending.abandon(LinkFailed(f"worker {self.worker} is shutting down"))
-        if tasks:
-            await asyncio.wait(tasks)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self.settled()
+        for sending in [s for s in self._sendings if not s.is_done]:
+            sending.abandon(LinkFailed(f"worker {self.worker} is shutting down"))
+        await self.settled()
         self._inbox.close()
         if self._background:
             await asyncio.wait(list(self._background), timeout=_SERVER_STOP_S)
@@ -154,6 +151,11 @@ class GrpcTransport:
             await peer.close()
         if self._server is not None:
             await self._server.stop(_SERVER_STOP_S)
+
+    async def settled(self) -> None:
+        """Wait until all that was sent has arrived or has failed."""
+        for sending in list(self._sendings):
+            await sending.settled()
 
     def set_peer(self, worker: int, address: str) -> None:
         """Where a worker listens, "host:port". Raises `ConfigError` for plain text to elsewhere."""
@@ -176,7 +178,10 @@ class GrpcTransport:
             sender_life=self.life,
         )  # fmt: skip
         control = exact and header.num_bytes <= CONTROL_BYTES_MAX
-        sending = Sending(header, payload, self._peer(dst), self._sender, control=control)
+        earlier = [s for s in self._sendings if s.precedes(header)]
+        sending = Sending(
+            header, payload, self._peer(dst), self._sender, control=control, after=earlier
+        )
         if self._inbox.is_lost(dst):
             sending.abandon(PeerLost(f"worker {dst} is gone"))
             return sending
@@ -267,11 +272,6 @@ class _Peer:
         channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
             await channel.close()
-
-
-async def _settled(sending: Sending) -> None:
-    with contextlib.suppress(LinkFailed, PeerLost):  # whoever sent it knows
-        await sending.delivered()
 
 
 def _checked_host(address: str, credentials: Credentials | None) -> str:
