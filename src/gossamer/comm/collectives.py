@@ -124,6 +124,8 @@ def mean_of(values: Sequence[Tensor]) -> Tensor:
     first = values[0]
     if len(values) == 1:
         return first.clone()
+    if first.is_meta:  # nothing to compute, and torch works out shapes at length
+        return torch.empty_like(first)
     total = values[1] - first
     for other in values[2:]:
         total.add_(other - first)
@@ -336,11 +338,14 @@ async def send_until_delivered(
     ctx.record("results_lost", 1.0)
 
 
-async def recv_until_delivered(ctx: Context, src: int, tag: Tag) -> Tensor | None:
+async def recv_until_delivered(
+    ctx: Context, src: int, tag: Tag, *, timeout: float | None = None
+) -> Tensor | None:
     """The other end of `send_until_delivered`; None where nothing came at all."""
     for attempt in range(RESENDS_MAX):
         try:
-            return await ctx.recv(src, tag._replace(attempt=tag.attempt + attempt))
+            resent = tag._replace(attempt=tag.attempt + attempt)
+            return await ctx.recv(src, resent, timeout=timeout)
         except LinkFailed:
             continue
         except CommError:
