@@ -51,8 +51,8 @@ class Rig:
 
     # ----------------------------------------------------------------------------------- processes
 
-    def join(self, worker: int | None, checkpoints: tuple[int, ...] = ()) -> Seat | None:
-        request = JoinRequest(
+    def request(self, worker: int | None, checkpoints: tuple[int, ...] = ()) -> JoinRequest:
+        return JoinRequest(
             worker=worker,
             role="worker",
             address=f"10.0.0.{worker or 0}:1",
@@ -62,8 +62,10 @@ class Rig:
             configuration="{}",
             fingerprint="0" * 32,
         )
+
+    def join(self, worker: int | None, checkpoints: tuple[int, ...] = ()) -> Seat | None:
         try:
-            seat = self.members.join(request, self.now)
+            seat = self.members.join(self.request(worker, checkpoints), self.now)
         except Refused:
             return None
         worker = seat.worker
@@ -638,3 +640,73 @@ def test_asking_again_is_not_joining_again() -> None:
     first = rig.members.join(request, rig.now)
     assert rig.members.join(request, rig.now + 1) is first
     assert (first.worker, first.incarnation) == (0, 1)
+
+
+def test_the_state_of_another_run_is_refused() -> None:
+    rig = Rig(1)
+    rig.members.run_id = "1" * 32
+    with pytest.raises(Refused, match="belongs to run 0000") as caught:
+        rig.members.join(rig.request(0, (3,)), rig.now)
+    assert caught.value.permanent
+
+
+def test_those_who_wait_must_be_heard_too() -> None:
+    rig = Rig(3)
+    rig.enter(0)
+    rig.enter(1)
+    rig.hang(1)
+    rig.wait(DEADLINE_S + 1)
+    assert phases(rig) == ["waiting", "lost", "lost"]
+    assert rig.members.seats[1].reason == "nothing heard for 8 s"
+
+
+def test_a_joiner_gets_a_donor_when_it_can_be_told() -> None:
+    rig = begun(2)
+    rig.kill(1)
+    rig.join(1)
+    rig.step(0)
+    assert phases(rig) == ["running", "waiting"]
+    rig.attach(1)
+    assert (phases(rig)[1], rig.members.seats[1].entry.round) == ("joining", 8)
+
+
+def test_a_loss_while_others_are_not_heard_of_is_known_at_once_and_planned_later() -> None:
+    rig = begun(3)
+    rig.members = Membership.load(rig.plan, rig.members.dump(), now_s=rig.now)
+    rig.round[0] = rig.round[1] = 8
+    rig.attach(0)
+    rig.attach(1)
+    rig.leave(1)
+    assert rig.members.log.present(8).workers == (0, 2)
+    assert rig.members.log.planned(99).workers == (0, 1, 2)
+    rig.attach(2)
+    assert rig.members.log.planned(9).workers == (0, 1, 2)
+    assert rig.members.log.planned(10).workers == (0, 2)
+
+
+def test_a_process_whose_place_is_taken_is_out() -> None:
+    rig = begun(2)
+    rig.members.detach(1, 1, rig.now)
+    stale = rig.members.take_pings()
+    rig.enter(1)  # at once, as the former connection is lost
+    assert (rig.members.seats[1].incarnation, phases(rig)) == (2, ["running", "joining"])
+    rig.members.detach(1, 2, rig.now)
+    rig.members.take_pings()
+    rig.members.pinged(1, stale[0].incarnation, "refused", rig.now)  # news of the former one
+    assert phases(rig) == ["running", "joining"]
+    rig.incarnation[1] = 1
+    assert not rig.report(1)
+    assert not rig.attach(1)
+
+
+def test_no_two_attempts_to_join_are_the_same() -> None:
+    """They tell the messages of one from those of another, in whichever life."""
+    rig = begun(3)
+    attempts = []
+    for _ in range(3):
+        rig.kill(2)
+        rig.enter(2)
+        attempts.append(rig.members.seats[2].entry.attempt)
+    rig.reassign(2)
+    attempts.append(rig.members.seats[2].entry.attempt)
+    assert attempts == [1, 2, 3, 4]
