@@ -41,20 +41,26 @@ def _about_task(recipe: Recipe) -> dict[str, Any]:
 
 
 def coordinator_of(
-    recipe: Recipe, configuration: dict[str, Any], *, store: Path, run_id: str | None = None
+    recipe: Recipe,
+    configuration: dict[str, Any],
+    *,
+    store: Path,
+    listen: str | None = None,
+    run_id: str | None = None,
 ) -> CoordinatorSettings:
     """What the coordinator of a recipe is told.
 
     Args:
         configuration: the job's, which every worker's must equal.
         store: the SQLite file of the run.
+        listen: HOST:PORT; None: the recipe's.
         run_id: of a run to go on with from its workers' checkpoints.
     """
     from gossamer.cluster.plan import CoordinatorSettings
 
     cluster = recipe.cluster
     return CoordinatorSettings(
-        listen=cluster.coordinator,
+        listen=listen or cluster.coordinator,
         store=store,
         workers=recipe.train.workers,
         rounds=recipe.train.rounds,

@@ -67,3 +67,17 @@ class Job:
             "deadline_s": self.deadline_s,
             "rejoin_moments": self.moments,
         }
+
+
+def own_configuration(
+    method: Method, *, workers: int, rounds: int, seed: int, deadline_s: float, moments: Moments
+) -> dict[str, Any]:
+    """The same for workers that train by loops of their own (`gossamer.join`)."""
+    return {
+        "seed": seed,
+        "method": {"name": method.name, **method.model_dump(mode="json")},
+        "train": {"workers": workers, "rounds": rounds},
+        "task": {"name": "own"},
+        "deadline_s": deadline_s,
+        "rejoin_moments": moments,
+    }
