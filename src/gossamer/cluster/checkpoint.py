@@ -68,6 +68,7 @@ class WorkerCheckpoints:
             tensors |= {f"moments.{name}": tensor for name, tensor in own.items()}
         copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         save_file(copies, aside / "worker.safetensors")
+        _to_disk(aside / "worker.safetensors")
         document = {
             "schema_version": 1,
             "run_id": self.run_id,
@@ -76,12 +77,11 @@ class WorkerCheckpoints:
             "samples_completed": replica.samples_completed,
             "learning_rate": replica.learning_rate,
         }
-        with (aside / "state.json").open("w", encoding="utf-8") as file:
-            json.dump(document, file)
-            file.flush()
-            os.fsync(file.fileno())
+        (aside / "state.json").write_text(json.dumps(document), encoding="utf-8")
+        _to_disk(aside / "state.json")
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)
+        _to_disk(self.root)
         for old in self.rounds()[:-KEPT]:
             shutil.rmtree(self._folder(old))
         return folder
@@ -99,7 +99,8 @@ class WorkerCheckpoints:
     def load(self, round_index: int, replica: Replica, blank: MethodState) -> MethodState:
         """Put the replica back as it was, and the method's state.
 
-        Raises `CheckpointError` where files are damaged or of another model.
+        Checkpoints of later rounds go: the run goes on from this one. Raises `CheckpointError` where
+        files are damaged or of another model.
         """
         document = self._document(round_index)
         path = self._folder(round_index) / "worker.safetensors"
@@ -117,6 +118,8 @@ class WorkerCheckpoints:
         replica.learning_rate = document["learning_rate"]
         if replica.optimizer is not None:
             replica.optimizer.load_state_tensors(_below("moments.", tensors))
+        for later in [r for r in self.rounds() if r > round_index]:
+            shutil.rmtree(self._folder(later))  # rounds that the run does anew
         return with_tensors(type(blank), _below("state.", tensors), document["state"])
 
     def load_moments(self, replica: Replica) -> None:
@@ -125,6 +128,15 @@ class WorkerCheckpoints:
         if rounds and replica.optimizer is not None:
             tensors = load_file(self._folder(rounds[-1]) / "worker.safetensors")
             replica.optimizer.load_state_tensors(_below("moments.", tensors))
+
+
+def _to_disk(path: Path) -> None:
+    """Wait until a file, or the names in a folder, would survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _below(prefix: str, named: dict[str, Tensor]) -> dict[str, Tensor]:

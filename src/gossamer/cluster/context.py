@@ -71,7 +71,8 @@ class Progress:
     samples: int = 0
     round_started: int = -1
     rounds_completed: int = 0
-    waiting: bool = False
+    waits: int = 0  # for peers, under way
+    at_boundary: asyncio.Event = field(default_factory=asyncio.Event)  # cleared by its reader
     loss: float | None = None  # mean training loss of the newest round
     failed_transfers: int = 0
     records: dict[str, list[float]] = field(default_factory=dict)  # name: [count, sum]
@@ -188,7 +189,7 @@ class ClusterContext:
     async def recv(self, src: int, tag: Tag, *, timeout: float | None = None) -> Tensor:
         wait_s = self._deadline_s if timeout is None else timeout
         self.progress.counter += 1
-        self.progress.waiting = True
+        self.progress.waits += 1
         try:
             return await self._transport.recv(src, tag, wait_s)
         except CommError:
@@ -196,7 +197,7 @@ class ClusterContext:
             raise
         finally:
             self.progress.counter += 1
-            self.progress.waiting = False
+            self.progress.waits -= 1
 
     async def _in_thread(self, work: Callable[[], R]) -> R:
         """Run numerics beside the event loop."""
@@ -275,6 +276,7 @@ class ClusterContext:
         await self._boundary(self, state)
         if state.rounds_completed < self._num_rounds:
             self.progress.round_started = state.rounds_completed
+        self.progress.at_boundary.set()
 
     def record(self, name: str, value: float) -> None:
         cell = self.progress.records.setdefault(name, [0.0, 0.0])

@@ -237,9 +237,16 @@ class Client:
         return await self._persist("Reassign", request, View)
 
     async def leave(
-        self, cause: Literal["finished", "stopped", "error"], reason: str, *, timeout_s: float = 2.0
+        self,
+        cause: Literal["finished", "stopped", "error", "out_of_sync"],
+        reason: str,
+        *,
+        timeout_s: float = 2.0,
     ) -> bool:
-        """Say goodbye; whether the coordinator has heard it."""
+        """Say goodbye; whether the coordinator has heard it.
+
+        Raises `OutOfSync` where this worker was given up before.
+        """
         request = LeaveRequest(**self._identity(), cause=cause, reason=reason[:2048])
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):

@@ -99,7 +99,7 @@ class Loss(Message):
 
     worker: Index
     incarnation: Counter
-    cause: Short  # crash, hang, silent, replaced, stopped, error
+    cause: Short  # crash, hang, silent, replaced, stopped, error, out_of_sync
     reason: Text
     round: RoundOrNone  # the newest that anybody had started
 
@@ -199,7 +199,7 @@ class LeaveRequest(Message):
     worker: Index
     run_id: Identity
     incarnation: Counter
-    cause: Literal["finished", "stopped", "error"]
+    cause: Literal["finished", "stopped", "error", "out_of_sync"]
     reason: Text
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
-
-from safetensors.torch import save_file
 
 from gossamer.cluster.certs import Credentials
 from gossamer.cluster.checkpoint import WorkerCheckpoints
@@ -19,6 +17,7 @@ from gossamer.cluster.context import ClusterContext, Progress, Stopped, Trains
 from gossamer.cluster.control import Client
 from gossamer.cluster.job import Job
 from gossamer.cluster.messages import Entry, View
+from gossamer.cluster.results import write_results
 from gossamer.cluster.transport import GrpcTransport
 from gossamer.comm.context import MethodState, Tag
 from gossamer.comm.donation import accept, digest, donate, pack
@@ -28,6 +27,8 @@ from gossamer.training.replica import Replica
 
 Events = Callable[[str, dict[str, Any]], None]
 CLOSE_GRACE_S = 2.0
+REPORT_PAUSE_S = 0.05  # the least time between two reports
+PROGRESS_BYTES = 1 << 16  # that move are progress, in a transfer that takes longer than a lease
 
 
 def _nothing() -> None:
@@ -80,7 +81,7 @@ class WorkerProcess:
         self.progress = Progress()
         self._view: View | None = None
         self._changed = asyncio.Event()
-        self._root: Path | None = None
+        self.root: Path | None = None
         self._checkpoints: WorkerCheckpoints | None = None
         self._known: dict[int, tuple[int, str]] = {}  # worker: incarnation, address
         self._served: dict[tuple[int, int, int], None] = {}  # worker, incarnation, attempt
@@ -119,7 +120,8 @@ class WorkerProcess:
             for task in done - {main}:
                 task.result()  # what ended the background ends the worker
             summary = main.result()
-            await self._client.leave("finished", "did the last round")
+            with suppress(OutOfSync):  # given up at the very end: the work is done all the same
+                await self._client.leave("finished", "did the last round")
             return summary
         except NonFiniteError as error:
             await self._client.leave("error", str(error))
@@ -162,8 +164,8 @@ class WorkerProcess:
         self._address = await self._transport.start()
         if self._folder is not None:
             named = str(self._folder).replace("{run}", status.run_id[:8])
-            self._root = Path(named) / f"worker-{worker:03d}"
-            self._checkpoints = WorkerCheckpoints(self._root)
+            self.root = Path(named) / f"worker-{worker:03d}"
+            self._checkpoints = WorkerCheckpoints(self.root)
 
     async def _join(self) -> None:
         """Ask the coordinator for a place."""
@@ -206,6 +208,8 @@ class WorkerProcess:
                 self._transport.set_peer(peer.worker, peer.address)
                 self._transport.peer_back(peer.worker)
                 self._known[peer.worker] = now
+            if peer.phase == "finished":
+                self._transport.peer_finished(peer.worker)
         self._log = view.log.member_log()
         self._changed.set()
 
@@ -214,35 +218,45 @@ class WorkerProcess:
             return self.progress.round_started, self.progress.rounds_completed
 
         while True:
+            incarnation = self.incarnation
             try:
                 async for view in self._client.watch(position):
                     self._apply(view)
             except OutOfSync as error:
-                await self._given_up(error)
+                await self._given_up(error, incarnation)
 
     async def _report(self) -> None:
+        """Say how far this worker is: at each boundary, as changes take effect by round, and often
+        enough between them to show that it lives.
+        """
         progress = self.progress
         while True:
-            await asyncio.sleep(self._report_every_s)
-            loss = progress.loss
+            await asyncio.sleep(REPORT_PAUSE_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._report_every_s):
+                    await progress.at_boundary.wait()
+            progress.at_boundary.clear()
+            loss, incarnation = progress.loss, self.incarnation
+            moved = self._transport.traffic.bytes_sent + self._transport.traffic.bytes_received
             try:
                 await self._client.report(
                     round_started=progress.round_started,
                     rounds_completed=progress.rounds_completed,
-                    progress=progress.counter,
-                    waiting=progress.waiting,
+                    progress=progress.counter + moved // PROGRESS_BYTES,
+                    waiting=progress.waits > 0,
                     loss=loss if loss is not None and loss - loss == 0 else None,
                     utilization=progress.utilization(),
                     blocked_s=max(0.0, progress.elapsed_s() - progress.train_s),
                     bytes_sent=progress.ledger.total(),
                 )
             except OutOfSync as error:
-                await self._given_up(error)
+                await self._given_up(error, incarnation)
 
-    async def _given_up(self, error: OutOfSync) -> None:
+    async def _given_up(self, error: OutOfSync, incarnation: int) -> None:
         """The others go on without this worker: end the method, which then joins again."""
-        if self._out_of_sync is None:
+        if self._out_of_sync is None and incarnation == self.incarnation:
             self._out_of_sync = error
+            self._changed.set()
             if self._ctx is not None:
                 self._ctx.stopping = True
             if self._method is not None:
@@ -253,18 +267,31 @@ class WorkerProcess:
 
     async def _take_part(self) -> dict[str, Any]:
         while True:
-            state = await self._enter()
-            if state is None:
-                return self._finish(None)
-            self.progress.begin()
             try:
-                await self._run_method(state)
+                state = await self._enter()
+                if state is not None:
+                    self.progress.begin()
+                    await self._run_method(state)
+                    await self._hand_over()
             except OutOfSync as error:
                 self._events("out_of_sync", {"reason": str(error)})
-                await self._join()
-                self._out_of_sync = None
+                await self._join_again(error)
                 continue
             return self._finish(state)
+
+    async def _join_again(self, error: OutOfSync) -> None:
+        """Take a new place, and leave the old one where it is still held."""
+        if self._out_of_sync is None:
+            with suppress(OutOfSync):
+                await self._client.leave("out_of_sync", str(error), timeout_s=math.inf)
+        await self._join()
+        self._out_of_sync = None
+
+    async def _hand_over(self) -> None:
+        """What others still need of this worker arrives before it says that it has finished."""
+        if self._donations:
+            await asyncio.wait(self._donations)
+        await self._transport.settled()
 
     async def _run_method(self, state: MethodState) -> None:
         """Until the last round. Raises `OutOfSync` where the others have given this worker up."""
@@ -291,7 +318,7 @@ class WorkerProcess:
             if entry.start == "over":
                 return None
             if entry.start == "seed":
-                return blank
+                return blank if self.progress.began_s is None else self._start_afresh()
             if entry.start == "checkpoint":
                 if self._checkpoints is None:
                     raise ConfigError("the run goes on from checkpoints, and this worker has none")
@@ -300,10 +327,20 @@ class WorkerProcess:
             if state is not None:
                 return state
 
+    def _start_afresh(self) -> MethodState:
+        """The state before the first round; for a run that begins again before any was done."""
+        self._engine = self.job.build_engine()
+        _, (self._replica,) = self._engine.new_replicas(1)
+        self._replica.worker = self.worker
+        self._ctx = self._new_context()
+        return self.job.method.init(self._replica)
+
     async def _entry(self) -> Entry:
         """What the coordinator has decided for this process, once it has."""
         while True:
             self._changed.clear()
+            if self._out_of_sync is not None:
+                raise self._out_of_sync
             view = self._view
             entry = view.entry(self.worker) if view is not None else None
             decided = entry is not None and entry.start != "wait"
@@ -314,12 +351,16 @@ class WorkerProcess:
     async def _take_donation(self, entry: Entry, blank: MethodState) -> MethodState | None:
         assert self._ctx is not None and entry.donor is not None
         started = time.monotonic()
+        tag = Tag("join", entry.round, step=entry.attempt)
+        # The donor may be in the middle of a long round; if it is lost or cannot, there is news.
+        work = accept(self._ctx, entry.donor, tag, blank, self.job.moments, patience_s=math.inf)
         try:
-            tag = Tag("join", entry.round, step=entry.attempt)
-            state = await accept(self._ctx, entry.donor, tag, blank, self.job.moments)
-            reason = f"worker {entry.donor} sent nothing"
+            state = await self._while_it_holds(entry, work)
+            reason = f"the state of worker {entry.donor} did not come"
         except PayloadCorrupt as error:
             state, reason = None, str(error)
+        if not self._holds(entry):
+            return None
         if state is None:
             self._apply(await self._client.reassign(self.worker, entry.attempt, reason))
             return None
@@ -335,6 +376,27 @@ class WorkerProcess:
             },
         )
         return state
+
+    def _holds(self, entry: Entry) -> bool:
+        """Whether this is still what the coordinator has decided."""
+        assert self._view is not None
+        return self._out_of_sync is None and self._view.entry(self.worker) == entry
+
+    async def _while_it_holds(
+        self, entry: Entry, work: Coroutine[Any, Any, MethodState | None]
+    ) -> MethodState | None:
+        """The result of `work`; None where the coordinator has decided otherwise meanwhile."""
+        task = asyncio.create_task(work, name="accept")
+        try:
+            while not task.done() and self._holds(entry):
+                self._changed.clear()
+                news = asyncio.create_task(self._changed.wait())
+                await asyncio.wait([task, news], return_when=asyncio.FIRST_COMPLETED)
+                news.cancel()
+            return task.result() if task.done() else None
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
 
     def state_digest(self, state: MethodState) -> str | None:
         """Of parameters and method state; equal on workers that must agree."""
@@ -396,13 +458,18 @@ class WorkerProcess:
                 continue
             self._served[key] = None
             if entry.round < state.rounds_completed:
-                reason = f"worker {self.worker} had passed round {entry.round} already"
-                self._apply(await self._client.reassign(entry.worker, entry.attempt, reason))
-                continue
-            donation = pack(self._replica, state, self.job.moments)
-            tag = Tag("join", entry.round, step=entry.attempt)
-            task = asyncio.create_task(donate(ctx, entry.worker, tag, donation), name="donor")
+                work = self._decline(entry)  # in the background: the coordinator may be away
+            else:
+                donation = pack(self._replica, state, self.job.moments)
+                tag = Tag("join", entry.round, step=entry.attempt)
+                work = donate(ctx, entry.worker, tag, donation)
+            task = asyncio.create_task(work, name=f"donor of worker {entry.worker}")
             self._donations = [t for t in self._donations if not t.done()] + [task]
+
+    async def _decline(self, entry: Entry) -> None:
+        reason = f"worker {self.worker} had passed round {entry.round} already"
+        with suppress(OutOfSync):
+            self._apply(await self._client.reassign(entry.worker, entry.attempt, reason))
 
     def _finish(self, state: MethodState | None) -> dict[str, Any]:
         """The worker's results, written to its folder."""
@@ -418,22 +485,7 @@ class WorkerProcess:
             **progress.totals(),
             "digest": None if state is None else self.state_digest(state),
         }
-        if self._root is not None:
-            self._root.mkdir(parents=True, exist_ok=True)
-            if state is not None:  # one who came too late has no parameters worth keeping
-                self._keep_parameters(self._root)
-            text = json.dumps(summary, indent=1)
-            (self._root / ".summary.partial").write_text(text, encoding="utf-8")
-            (self._root / ".summary.partial").rename(self._root / "summary.json")
+        if self.root is not None:
+            # One who came too late has no parameters worth keeping.
+            write_results(self.root, summary, self._replica if state is not None else None)
         return summary
-
-    def _keep_parameters(self, root: Path) -> None:
-        replica = self._replica
-        tensors = {
-            "parameters": replica.parameters,
-            "buffers": replica.buffers,
-            "counters": replica.counters,
-        }
-        partial = root / ".final.partial"
-        save_file({n: t.detach().cpu().clone() for n, t in tensors.items()}, partial)
-        partial.rename(root / "final.safetensors")

@@ -67,17 +67,24 @@ async def donate(ctx: Context, joiner: int, tag: Tag, donation: Donation) -> Non
 
 
 async def accept(
-    ctx: Context, donor: int, tag: Tag, blank: MethodState, moments: Moments
+    ctx: Context,
+    donor: int,
+    tag: Tag,
+    blank: MethodState,
+    moments: Moments,
+    *,
+    patience_s: float | None = None,
 ) -> MethodState | None:
     """Take a donation into `ctx.replica`; the state to go on from, or None where it did not come.
 
     Args:
         blank: a state of the method's own type; its tensors say what is expected.
+        patience_s: how long the donor may take to begin, by default the deadline.
 
     Raises `PayloadCorrupt` where the donor's model is another or its tensors do not have the digest
     that it announced; the replica is then as it was.
     """
-    head = await recv_until_delivered(ctx, donor, tag)
+    head = await recv_until_delivered(ctx, donor, tag, timeout=patience_s)
     if head is None:
         return None
     header = json.loads(bytes(head.tolist()).decode())
