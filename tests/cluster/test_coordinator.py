@@ -537,3 +537,20 @@ def test_serve_ends_when_it_is_told_to_and_with_the_run(tmp_path: Path) -> None:
         assert events == ["entry", "entry"]
 
     run(scenario())
+
+
+def test_strangers_who_say_nothing_keep_nobody_out(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path) as (_, address), workers(address, 3) as fleet:
+            host, port = address.split(":")
+            silent = [await asyncio.open_connection(host, int(port)) for _ in range(200)]
+            for worker in fleet:
+                assert await worker.report(1, 1)
+            await fleet[2].die()
+            await fleet[0].sees(is_lost(2))
+            for _, writer in silent:
+                writer.close()
+                with contextlib.suppress(ConnectionError):
+                    await writer.wait_closed()
+
+    run(scenario())

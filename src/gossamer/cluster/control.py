@@ -55,7 +55,7 @@ _CHANNEL_OPTIONS: list[tuple[str, int]] = [
     *KEEPALIVE_OPTIONS,
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 3500),  # also how long a connection may take to come about
     ("grpc.max_reconnect_backoff_ms", 2000),
     ("grpc.max_receive_message_length", 2 * MAX_MESSAGE_BYTES),
 ]

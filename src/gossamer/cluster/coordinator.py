@@ -52,7 +52,12 @@ _SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", 8192),
+    ("grpc.absolute_max_metadata_size", 16384),
+    ("grpc.max_concurrent_streams", 64),
+    ("grpc.server_handshake_timeout_ms", 5000),  # for those who connect and say nothing
 ]
+_CONNECTIONS_A_WORKER = 4  # its own, the former one's and a terminal view's; and some for strangers
 _log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
@@ -151,8 +156,10 @@ class Coordinator:
     async def start(self) -> str:
         """Listen, and return the address. Raises `ConfigError` where that cannot be."""
         self.failed = asyncio.get_running_loop().create_future()
-        limit = 64 + 8 * (self._plan.num_workers + self._plan.num_syncers)
-        server = grpc.aio.server(options=_SERVER_OPTIONS, maximum_concurrent_rpcs=limit)
+        processes = self._plan.num_workers + self._plan.num_syncers
+        connections = 64 + _CONNECTIONS_A_WORKER * processes
+        options = [*_SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", connections)]
+        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=64 + 8 * processes)
         server.add_generic_rpc_handlers((self._handlers(),))
         address = join_address(self._host, self._port)
         try:
