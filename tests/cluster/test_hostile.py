@@ -200,7 +200,8 @@ def test_a_crime_is_refused_and_said_once(crime: str, caplog: pytest.LogCaptureF
                 assert await reason_for(opened, again) is reason
                 await there.exchange()
             assert there.refused(reason) == 3
-            assert there.transport.untaken_bytes(0) == 0
+            # A stream that ends early may be a connection that broke, which has time to return.
+            await settled(lambda: there.transport.untaken_bytes(0) == 0)
             with pytest.raises((LinkFailed, TimedOut)):  # nothing of it is ever handed over
                 await there.transport.recv(0, Tag("evil", 0, part=0), 0.01)
 

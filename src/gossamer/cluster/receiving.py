@@ -128,6 +128,7 @@ class Receiver:
             raise Refused(Reason.SLOW, "no header in time") from None
         if not isinstance(frame, bytes):
             raise Refused(Reason.TRUNCATED, "the stream ended before its header")
+        self._traffic.bytes_received += len(frame)
         return self._checked(frame, context)
 
     def _checked(self, frame: bytes, context: Context) -> Header:
@@ -218,7 +219,10 @@ class Receiver:
         self._note(refused, context)
         if entry is not None and entry.stop == stream.stop:
             entry.stop = None
-            self._inbox.fail(entry, error_of(refused.reason, str(refused)))
+            if refused.reason is Reason.TRUNCATED:  # so a connection that breaks looks as well
+                self._inbox.broken(entry, self._limits.keepalive)
+            else:
+                self._inbox.fail(entry, error_of(refused.reason, str(refused)))
         await self._reply(context, Reply("refused", reason=refused.reason, text=str(refused)))
         # A stream that ends while its sender writes shows there as an error and hides the verdict:
         # give it a moment to read that and hang up.
