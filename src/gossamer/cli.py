@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import typer
 
-from gossamer.commands import certs, compare, inspect, model, processes, report, train
+from gossamer.commands import certs, compare, inspect, launch, model, processes, report, train
 from gossamer.errors import ConfigError, GossamerError, Interrupted
 
 USER_MISTAKE, RUN_FAILED, INTERRUPTED, BROKEN_PIPE = 2, 3, 130, 141
@@ -50,6 +50,7 @@ app.command()(model.sensitivity)
 app.command()(report.report)
 app.command()(inspect.methods)
 app.command()(inspect.doctor)
+app.command()(launch.launch)
 app.command()(processes.coordinator)
 app.command()(processes.worker)
 app.command()(certs.certs)

@@ -66,6 +66,7 @@ class Book:
         self._passed: dict[int, int] = {}  # worker: rounds completed
         self._losses: dict[int, dict[int, float]] = {}  # by round, worker
         self._began_s: float | None = None
+        self._latest_s = 0.0
         self.rounds_told = 0 if earlier is None else int(earlier["round"])
         self._earlier = Totals() if earlier is None else Totals.of(earlier["totals"])
         self._earlier_s = 0.0 if earlier is None else float(earlier["time_s"])
@@ -80,6 +81,7 @@ class Book:
         """A worker has passed a boundary, or has ended."""
         if self._began_s is None:
             self._began_s = now_s
+        self._latest_s = now_s
         self._present[worker] = Totals.of(fields)
         completed = int(fields["round"])
         self._passed[worker] = completed
@@ -132,12 +134,12 @@ class Book:
         both = [f.plus(p).records for f, p in zip(self._former, self._present, strict=True)]
         return int(max(records.get("retries", {"count": 0})["count"] for records in both))
 
-    def summary(self, now_s: float) -> dict[str, Any]:
-        """The keys of a run's summary that come from here."""
+    def summary(self) -> dict[str, Any]:
+        """The keys of a run's summary that come from here; its time is that of the last event."""
         totals, workers = self.totals, self._num_workers
         return {
             "samples": totals.samples,
-            "time_s": self.time_s(now_s),
+            "time_s": self.time_s(self._latest_s),
             "train_time_s": totals.train_time_s / workers,
             "blocked_time_s": max(0.0, totals.time_s - totals.train_time_s) / workers,
             "utilization": self.utilization,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -53,3 +54,13 @@ def measure_replicas(
 
 def _perplexity(engine: Engine, loss: float) -> float | None:
     return math.exp(min(loss, 700.0)) if engine.unit == "tokens" else None
+
+
+def sha256_of(rows: Tensor) -> str | None:
+    """Of all workers' parameters [M, P], bit for bit; None without numerics."""
+    if rows.is_meta:
+        return None
+    digest = hashlib.sha256()
+    for row in rows.detach().cpu():
+        digest.update(row.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -3,7 +3,7 @@
 config.toml         the resolved recipe
 metrics.jsonl       one event a line, with `schema_version` and `kind`
 summary.json        the figures of the finished run
-checkpoints/        where a stopped run goes on from
+checkpoints/        where a stopped run goes on from (of a cluster run: worker-NNN/round-NNNNNN/)
 workers.safetensors the parameters of each worker at the end, [M, P]
 model.safetensors   the averaged model; model.json says how to build it
 """
@@ -41,7 +41,7 @@ class RunFolder:
         if path is None:
             path, made_here = claim_next(recipe.method.name), True
         else:
-            made_here = claim_folder(path, resume=f"gossamer train --resume {path}")
+            made_here = claim_folder(path, resume=f"{_command(recipe)} --resume {path}")
         folder = cls(path)
         folder._made_here = made_here
         write_atomically(path / "config.toml", dump_recipe(recipe))
@@ -63,6 +63,17 @@ class RunFolder:
         self._cut_metrics(int(checkpoint.name.removeprefix("round-")))
         self._open_metrics()
         return checkpoint
+
+    def reopen_after(self, recipe: Recipe, rounds: int) -> dict[str, Any] | None:
+        """Make a stopped cluster run writable again, to go on after so many rounds.
+
+        The metrics are cut back to these. Returns the last round that they tell of.
+        """
+        write_atomically(self.path / "config.toml", dump_recipe(recipe))
+        self._cut_metrics(rounds)
+        self._open_metrics()
+        told = self.events("round")
+        return told[-1] if told else None
 
     def latest_checkpoint(self) -> Path | None:
         """The newest complete checkpoint, or None."""
@@ -88,7 +99,7 @@ class RunFolder:
         if not self.is_finished:
             raise ConfigError(
                 f"the run in {str(self.path)!r} has not finished (no summary.json); continue it "
-                f"with: gossamer train --resume {self.path}"
+                f"with: {_command(self.recipe())} --resume {self.path}"
             )
         return read_json_object(self.path / "summary.json")
 
@@ -183,6 +194,11 @@ class RunFolder:
         kept = [event for event in events if event.get("round", 0) <= rounds]
         lines = "".join(to_json(event) + "\n" for event in kept)
         write_atomically(self.path / "metrics.jsonl", lines)
+
+
+def _command(recipe: Recipe) -> str:
+    """What carries a recipe out."""
+    return "gossamer train" if recipe.run.world == "sim" else "gossamer launch"
 
 
 def claim_folder(path: Path, *, resume: str) -> bool:

@@ -72,7 +72,10 @@ def table_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
             continue
         fitting = [u for u in column.units if max(abs(v) for v in known) >= u.size]
         unit = fitting[0] if fitting else column.units[-1]
-        headings.append(column.heading.format(unit.name))
+        heading = column.heading.format(unit.name)
+        if any(row.get("world") == "cluster" for row in rows):
+            heading = heading.removeprefix("virtual\n")
+        headings.append(heading)
         for cells, value in zip(body, values, strict=True):
             cells.append("-" if value is None else column.show(value / unit.size))
     return headings, body

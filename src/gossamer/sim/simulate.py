@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from gossamer.comm.ledger import Ledger
 from gossamer.errors import ConfigError, GossamerError, Interrupted
-from gossamer.measure.replicas import average
+from gossamer.measure.replicas import average, sha256_of
 from gossamer.measure.settings import Measure
 from gossamer.methods.base import Method
 from gossamer.sim.checkpoint import load_checkpoint
@@ -251,7 +249,7 @@ def _summary(world: World) -> dict[str, Any]:
         "lost": world.lost,
         "seed": world.seed,
         "trace_hash": world.trace.hash(),
-        "parameters_sha256": _sha256(world.rows),
+        "parameters_sha256": sha256_of(world.rows),
     }
 
 
@@ -271,16 +269,6 @@ def _records(world: World) -> dict[str, dict[str, float]]:
             cell[0] += count
             cell[1] += total
     return {name: {"count": c, "mean": t / c} for name, (c, t) in sorted(totals.items())}
-
-
-def _sha256(rows: Tensor) -> str | None:
-    """Of all workers' parameters, bit for bit; None without numerics."""
-    if rows.is_meta:
-        return None
-    digest = hashlib.sha256()
-    for row in rows.detach().cpu():
-        digest.update(row.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _explain(error: GossamerError, world: World) -> None:

@@ -1,0 +1,191 @@
+"""`gossamer launch`: a whole cluster run by one command."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from gossamer.commands.options import (
+    JsonOption,
+    OptionalRecipeArgument,
+    OutOption,
+    SetOption,
+    print_json,
+    print_note,
+)
+from gossamer.commands.processes import require_cluster_extra
+from gossamer.errors import ConfigError, GossamerError, Interrupted
+
+if TYPE_CHECKING:
+    from gossamer.cluster.launch import Starter
+    from gossamer.commands.launching import Plan
+    from gossamer.config import Recipe
+
+
+def launch(
+    recipe: OptionalRecipeArgument = None,
+    *,
+    workers: Annotated[
+        int | None, typer.Option(metavar="N", help="How many; default: the recipe's train.workers.")
+    ] = None,
+    out: OutOption = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option("--resume", metavar="DIR", help="Go on with the stopped run in this folder."),
+    ] = None,
+    on: Annotated[
+        Literal["local", "ray"],
+        typer.Option(help="Where the workers run: on this machine, or placed by Ray."),
+    ] = "local",
+    changes: SetOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Start a coordinator and all workers, follow them, and keep them alive to the end.
+
+    A worker that dies is started again and takes the state of another. Ctrl-C stops all of it
+    within seconds; `--resume` goes on from the newest checkpoints, also with more or fewer workers.
+
+    Examples:
+
+        gossamer launch recipes/cluster.toml
+
+        gossamer launch recipes/shakespeare.toml --workers 2 --set train.rounds=5 --out runs/real
+
+        gossamer launch --resume runs/real
+    """
+    require_cluster_extra()
+    from gossamer.report.tables import comparison_table, stdout_console
+
+    if workers is not None:
+        changes = [*(changes or []), f"train.workers={workers}"]
+    if resume is not None:
+        if out is not None:
+            raise ConfigError("--resume goes on in its own folder; leave out --out")
+        plan = _resumed(resume, recipe, changes or [])
+    elif recipe is not None:
+        plan = _new(recipe, changes or [], out)
+    else:
+        raise ConfigError("give a RECIPE to launch, or --resume DIR to go on with a stopped run")
+    summary = _carry_out(plan, on)
+    if json:
+        print_json(summary)
+    else:
+        stdout_console().print(comparison_table([summary]))
+    print_note(f"files: {plan.folder.path}; next: gossamer report {plan.folder.path}")
+
+
+def _new(path: Path, changes: list[str], out: Path | None) -> Plan:
+    from gossamer.commands.launching import Plan
+    from gossamer.commands.processes import load_cluster_recipe
+    from gossamer.deployment import job_of
+    from gossamer.report.run_folder import RunFolder
+
+    recipe = _with_threads(load_cluster_recipe(path, changes))
+    job = job_of(recipe)
+    return Plan(recipe, job, RunFolder.create(out, recipe))
+
+
+def _resumed(path: Path, recipe: Path | None, changes: list[str]) -> Plan:
+    from gossamer.cluster.settings import ClusterSettings
+    from gossamer.commands.launching import Plan, first_round
+    from gossamer.commands.train import resumed_recipe
+    from gossamer.config import prepare
+    from gossamer.deployment import job_of
+    from gossamer.report.run_folder import RunFolder
+
+    folder = RunFolder(path)
+    if folder.recipe().run.world != "cluster":
+        raise ConfigError(f"{str(path)!r} is a simulated run: gossamer train --resume {path}")
+    may_change = ("train.workers", "run.threads", "run.world",
+                  *(f"cluster.{name}" for name in ClusterSettings.model_fields))  # fmt: skip
+    asked = _with_threads(
+        resumed_recipe(folder, recipe, [*changes, "run.world=cluster"], may_change=may_change)
+    )
+    prepare(asked)
+    job = job_of(asked)
+    start = first_round(path, asked.train.workers)
+    if start is None:
+        raise ConfigError(
+            f"the run in {str(path)!r} has no checkpoint to go on from; start it again in a new "
+            f"folder: gossamer launch {path / 'config.toml'}"
+        )
+    _clear(path)
+    run_id, rounds = start
+    return Plan(asked, job, folder, run_id, folder.reopen_after(asked, rounds))
+
+
+def _clear(path: Path) -> None:
+    """Forget who took part when the run was stopped, and what finished workers have left."""
+    for pattern in ("coordinator.sqlite*", "worker-*/final.safetensors", "worker-*/summary.json"):
+        for file in path.glob(pattern):
+            file.unlink()
+
+
+def _with_threads(recipe: Recipe) -> Recipe:
+    """Several processes share this machine: one thread each, unless the recipe says otherwise."""
+    run = recipe.run.model_copy(update={"threads": recipe.run.threads or 1})
+    return recipe.model_copy(update={"run": run})
+
+
+def _carry_out(plan: Plan, on: str) -> dict[str, Any]:
+    """Run it. An error leaves with notes: where the files are, and how to go on."""
+    import torch
+
+    from gossamer.commands.launching import Session, first_round
+    from gossamer.report.cluster_view import ClusterView
+
+    recipe, folder = plan.recipe, plan.folder
+    torch.set_num_threads(recipe.run.threads or 1)
+    plan.folder.record("start", {
+        "method": recipe.method.name, "workers": recipe.train.workers, "seed": recipe.seed,
+        "world": "cluster",
+    })  # fmt: skip
+
+    def make_starter(address: str) -> Starter:
+        return starter_for(on, plan, address)
+
+    title = f"{recipe.method.name}, {recipe.train.workers} workers"
+    try:
+        with ClusterView(title) as view:
+            return asyncio.run(_run(Session, plan, view, make_starter))
+    except Interrupted as error:
+        if first_round(folder.path, recipe.train.workers) is None:
+            error.add_note(f"no checkpoint was saved in {folder.path}")
+        else:
+            error.add_note(f"continue with: gossamer launch --resume {folder.path}")
+        raise
+    except ConfigError:
+        if plan.run_id is None and not any(folder.path.glob("worker-*")):
+            folder.discard()
+        raise
+    except GossamerError as error:
+        error.add_note(f"files: {folder.path}")
+        error.add_note(f"again from the newest checkpoints: gossamer launch --resume {folder.path}")
+        raise
+    finally:
+        folder.close()
+
+
+async def _run(session: Any, plan: Plan, view: Any, make_starter: Any) -> dict[str, Any]:
+    """A session is made inside the loop that it lives in."""
+    summary: dict[str, Any] = await session(plan, view, make_starter).run()
+    return summary
+
+
+def starter_for(on: str, plan: Plan, address: str) -> Starter:
+    """How the workers are started. Raises `ConfigError` where an extra is missing."""
+    from gossamer.cluster.launch import LocalStarter
+
+    config, folder = plan.folder.path / "config.toml", plan.folder.path
+
+    def arguments(worker: int) -> list[str]:
+        return [str(config), "--join", address, "--index", str(worker), "--out", str(folder)]
+
+    if on == "ray":
+        from gossamer.cluster.on_ray import RayStarter
+
+        return RayStarter(address, folder=folder, threads=plan.recipe.run.threads or 1)
+    return LocalStarter(arguments, folder=folder, threads=plan.recipe.run.threads or 1)
