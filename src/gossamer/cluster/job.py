@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
+from gossamer.cluster.context import Trains
 from gossamer.comm.donation import Moments
 from gossamer.methods.base import Method
 from gossamer.training.engine import Engine
@@ -14,6 +15,49 @@ from gossamer.training.settings import Training
 from gossamer.training.task import Prepares, Task
 
 DEADLINE_S = 120.0  # unless the recipe's network.deadline says otherwise
+
+
+class Work(Protocol):
+    """What a worker process must know of its run; `Job`, or a training loop of the user's own."""
+
+    @property
+    def method(self) -> Method:
+        """How the workers agree."""
+
+    @property
+    def training(self) -> Training:
+        """Of which the numbers of workers and rounds count here."""
+
+    @property
+    def seed(self) -> int:
+        """Of the run."""
+
+    @property
+    def deadline_s(self) -> float:
+        """Without a sign of life for so long a peer is lost."""
+
+    @property
+    def step_time_s(self) -> float:
+        """The least time of an inner step."""
+
+    @property
+    def checkpoint_every(self) -> int:
+        """Rounds between checkpoints; 0: none."""
+
+    @property
+    def moments(self) -> Moments:
+        """Whose inner moments a joiner takes."""
+
+    @property
+    def starts_differ(self) -> bool:
+        """Whether new workers may begin with different parameters, and must take those of one."""
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """What two processes must have in common, as JSON."""
+
+    def build_engine(self) -> Trains:
+        """What does the numerics. Raises `ConfigError` where they do not fit the method."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +81,11 @@ class Job:
     rejoin_moments: Moments = "donor"
     checkpoint_every: int = 1
     about_task: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def starts_differ(self) -> bool:
+        """No: all build the same model from the run's seed."""
+        return False
 
     @property
     def moments(self) -> Moments:

@@ -15,12 +15,12 @@ from gossamer.cluster.certs import Credentials
 from gossamer.cluster.checkpoint import WorkerCheckpoints
 from gossamer.cluster.context import ClusterContext, Progress, Stopped, Trains
 from gossamer.cluster.control import Client
-from gossamer.cluster.job import Job
+from gossamer.cluster.job import Work
 from gossamer.cluster.messages import Entry, View
 from gossamer.cluster.results import write_results
 from gossamer.cluster.transport import GrpcTransport
 from gossamer.comm.context import MethodState, Tag
-from gossamer.comm.donation import accept, digest, donate, pack
+from gossamer.comm.donation import accept, digest, donate, pack, share_start
 from gossamer.comm.state import state_tensors
 from gossamer.errors import ConfigError, NonFiniteError, OutOfSync, PayloadCorrupt
 from gossamer.training.replica import Replica
@@ -58,7 +58,7 @@ class WorkerProcess:
 
     def __init__(
         self,
-        job: Job,
+        job: Work,
         *,
         coordinator: str,
         listen: str = "127.0.0.1:0",
@@ -318,7 +318,11 @@ class WorkerProcess:
             if entry.start == "over":
                 return None
             if entry.start == "seed":
-                return blank if self.progress.began_s is None else self._start_afresh()
+                blank = blank if self.progress.began_s is None else self._start_afresh()
+                if self.job.starts_differ:
+                    await share_start(self._ctx, self._log.of_round(0).workers)
+                    blank = self.job.method.init(self._replica)
+                return blank
             if entry.start == "checkpoint":
                 if self._checkpoints is None:
                     raise ConfigError("the run goes on from checkpoints, and this worker has none")

@@ -18,7 +18,7 @@ from torch import Tensor
 from gossamer.comm.collectives import recv_until_delivered, send_until_delivered
 from gossamer.comm.context import Context, MethodState, Tag
 from gossamer.comm.state import state_scalars, state_tensors, with_tensors
-from gossamer.errors import PayloadCorrupt
+from gossamer.errors import ConfigError, OutOfSync, PayloadCorrupt
 from gossamer.training.replica import Replica
 
 Moments = Literal["donor", "reset", "keep"]
@@ -135,6 +135,33 @@ def _fill(
     replica.learning_rate = header["learning_rate"]
     if replica.optimizer is not None and moments != "keep":
         replica.optimizer.load_state_tensors(_below("moments.", named))
+
+
+async def share_start(ctx: Context, workers: Sequence[int]) -> None:
+    """Give all `workers` of the first round the first one's parameters and buffers.
+
+    For models that are built by programs which Gossamer does not see. Raises `OutOfSync` where
+    nothing comes, and `ConfigError` where the models differ in size.
+    """
+    replica, first = ctx.replica, workers[0]
+    tensors = [t for t in (replica.parameters, replica.buffers, replica.counters) if t.numel()]
+    for part, tensor in enumerate(tensors):
+        tag = Tag("start", 0, part=part)
+        if ctx.worker == first:
+            payload = tensor.detach().clone()
+            async with ctx.task_group() as tasks:
+                for peer in workers[1:]:
+                    tasks.start(send_until_delivered(ctx, peer, tag, payload, exact=False))
+            continue
+        received = await recv_until_delivered(ctx, first, tag)
+        if received is None:
+            raise OutOfSync(f"the start that all have in common did not come from worker {first}")
+        if received.shape != tensor.shape or received.dtype != tensor.dtype:
+            raise ConfigError(
+                f"worker {first} has a model with {received.numel()} values of {received.dtype} "
+                f"where this one has {tensor.numel()} of {tensor.dtype}; all build the same model"
+            )
+        tensor.copy_(received)
 
 
 def digest(tensors: Sequence[Tensor]) -> str | None:

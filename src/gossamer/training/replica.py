@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from gossamer.training.layout import ParameterLayout
-from gossamer.training.optimizers import InnerOptimizer
+
+
+class KeepsMoments(Protocol):
+    """The inner optimizer of a replica; see `InnerOptimizer`."""
+
+    def step(self, learning_rate: float) -> None:
+        """One update with the present gradient."""
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Its moments and counters by name; not copies."""
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Take over moments and counters, by copy; an empty dict starts afresh."""
 
 
 @dataclass(eq=False)
@@ -31,7 +44,7 @@ class Replica:
     parameters: Tensor
     buffers: Tensor
     counters: Tensor
-    optimizer: InnerOptimizer | None
+    optimizer: KeepsMoments | None
     steps_completed: int = 0
     samples_completed: int = 0
     learning_rate: float = 0.0
