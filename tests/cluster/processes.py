@@ -52,10 +52,9 @@ class Process:
     def _until(self, condition: Callable[[], Any], what: str, timeout_s: float) -> Any:
         with self._changed:
             if not self._changed.wait_for(condition, timeout_s):
-                tail = "\n".join(
-                    map(str, [e for e in self.events if e["event"] != "position"][-12:])
+                raise AssertionError(
+                    f"{self.name}: no {what} within {timeout_s:g} s: {self.tail()}"
                 )
-                raise AssertionError(f"{self.name}: no {what} within {timeout_s:g} s:\n{tail}")
             return condition()
 
     @property
@@ -89,8 +88,10 @@ class Process:
     def wait_until(self, what: str, condition: Callable[[Process], Any]) -> None:
         self._until(lambda: condition(self), what, PATIENCE_S)
 
-    def tail(self) -> list[Event]:
-        return [e for e in self.events if e["event"] != "position"][-5:]
+    def tail(self) -> str:
+        """What it told last, for people."""
+        told = [e for e in self.events if e["event"] != "position"][-5:]
+        return "\n".join(str(event)[:200] for event in told)
 
     def wait_pid(self) -> None:
         self._until(lambda: self.pid, "process", PATIENCE_S)
@@ -107,6 +108,15 @@ class Process:
 
     def stop(self) -> None:
         self._signal(signal.SIGSTOP)
+
+    def stop_for(self, seconds: float) -> None:
+        """Frozen for so long, and not a moment of it heard from."""
+        self.stop()
+        with self._changed:
+            known = len(self.events)
+            self._changed.wait_for(lambda: len(self.events) > known + 1, seconds)
+            assert len(self.events) <= known + 1, "it was stopped"
+        self.resume()
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
@@ -210,6 +220,8 @@ class Cluster:
     def start(self, worker: int, **options: Any) -> Process:
         """Start a worker process, or start it again."""
         given = {"program": "worker", "worker": worker, "coordinator": self.address}
+        if self.job_options.get("saves"):
+            given["folder"] = str(self.folder)
         process = self._forge.start({**self.job_options, **given, **options})
         self.workers[worker] = process
         return process

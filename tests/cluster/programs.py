@@ -5,7 +5,7 @@ reads: `{"program": "worker", ...}`. Each process connects to the test's SOCKET 
 there, one JSON object a line. A process that was told to hold at a point stands still there, until
 the test writes a line to it or kills it: nothing has to be guessed with sleeps.
 
-The points, each with a round:
+The points, each with a round (or null: the first time):
 
     training           in the middle of the inner steps
     send:KIND          before the first message of this kind is sent
@@ -64,8 +64,9 @@ class Holds:
 
     def reach(self, point: str, round_index: int) -> None:
         """Stand still here, once, if that is wanted."""
-        if (point, round_index) in self._wanted:
-            self._wanted.discard((point, round_index))
+        met = self._wanted & {(point, round_index), (point, None)}
+        if met:
+            self._wanted -= met
             self._tell("held", {"point": point, "round": round_index})
             self._released.acquire()
 
@@ -96,7 +97,7 @@ def hold_at(holds: Holds) -> None:
     async def _put(self: Sending, call: Any, frame: bytes) -> None:
         num_bytes = self.header.num_bytes
         place: int = self.__dict__.get("place", -1)  # -1: the header is next
-        if place >= num_bytes:
+        if place >= num_bytes and (self.header.tag.kind != "join" or self.header.tag.part):
             holds.reach(f"sending:{self.header.tag.kind}", self.header.tag.round_index)
         self.__dict__["place"] = 0 if place < 0 else place + len(frame)
         await put(self, call, frame)

@@ -99,8 +99,9 @@ class WorkerCheckpoints:
     def load(self, round_index: int, replica: Replica, blank: MethodState) -> MethodState:
         """Put the replica back as it was, and the method's state.
 
-        Checkpoints of later rounds go: the run goes on from this one. Raises `CheckpointError` where
-        files are damaged or of another model.
+        Checkpoints of later rounds go: the run goes on from this one.
+
+        Raises `CheckpointError` where files are damaged or of another model.
         """
         document = self._document(round_index)
         path = self._folder(round_index) / "worker.safetensors"
