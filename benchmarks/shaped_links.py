@@ -159,7 +159,7 @@ def steady_utilization(events: list[dict[str, Any]]) -> float:
     """Training time over elapsed time between the first and the last boundary."""
     ends = [e for e in events if e["kind"] == "boundary"]
     first, last = ends[1], ends[-1]
-    return (last["train_s"] - first["train_s"]) / (last["at"] - first["at"])
+    return (last["train_time_s"] - first["train_time_s"]) / (last["at"] - first["at"])
 
 
 def utilisation(arguments: argparse.Namespace) -> dict[str, Any]:
