@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gossamer.cluster.join import join
     from gossamer.comm.context import Context, MethodState
     from gossamer.comm.ledger import Ledger
     from gossamer.errors import ConfigError, GossamerError
@@ -53,6 +54,7 @@ __all__ = [
     "Training",
     "__version__",
     "build_method",
+    "join",
     "simulate",
 ]
 
@@ -78,6 +80,7 @@ _HOMES = {
     "Timing": "gossamer.sim.compute",
     "Training": "gossamer.training.settings",
     "build_method": "gossamer.methods",
+    "join": "gossamer.cluster.join",
     "simulate": "gossamer.sim.simulate",
 }
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from gossamer.cluster.job import DEADLINE_S, Job
 from gossamer.config import SHIPPED_TEXTS, Recipe
-from gossamer.errors import ConfigError
 
 if TYPE_CHECKING:
     from gossamer.cluster.certs import Credentials
@@ -83,17 +82,3 @@ def credentials_of(folder: Path | str | None, name: str) -> Credentials | None:
     from gossamer.cluster.certs import Credentials
 
     return Credentials.load(folder, name)
-
-
-def certified_worker(folder: Path) -> int:
-    """Whose certificate a folder holds, where it is one worker's. Raises `ConfigError`."""
-    found = sorted(p.stem for p in folder.glob("worker-*.pem") if not p.stem.endswith("-key"))
-    if len(found) != 1:
-        raise ConfigError(
-            f"{folder} holds the certificates of {len(found)} workers; --index says which one "
-            f"this process is"
-        )
-    index = found[0].removeprefix("worker-")
-    if not index.isdigit():
-        raise ConfigError(f"{folder / found[0]}.pem is not the certificate of a worker")
-    return int(index)

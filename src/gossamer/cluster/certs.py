@@ -299,3 +299,17 @@ def _warn_of(certificate: x509.Certificate, path: Path, key_path: Path, now: dat
         _log.warning("%s expires in %d days; make new ones with `gossamer certs`", path, left.days)
     if key_path.stat().st_mode & 0o077:
         _log.warning("%s can be read by others; `chmod 600` it", key_path)
+
+
+def certified_worker(folder: Path) -> int:
+    """Whose certificate a folder holds, where it is one worker's. Raises `ConfigError`."""
+    found = sorted(p.stem for p in folder.glob("worker-*.pem") if not p.stem.endswith("-key"))
+    if len(found) != 1:
+        raise ConfigError(
+            f"{folder} holds the certificates of {len(found)} workers; say which of them this "
+            f"process is (--index)"
+        )
+    index = found[0].removeprefix("worker-")
+    if not index.isdigit():
+        raise ConfigError(f"{folder / found[0]}.pem is not the certificate of a worker")
+    return int(index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from gossamer.comm.members import MemberLog
 from gossamer.comm.rounds import Rounds
 from gossamer.comm.tasks import TaskGroup
 from gossamer.comm.transport import Transport
-from gossamer.errors import CommError
+from gossamer.errors import CommError, PeerLost
 from gossamer.seeding import torch_stream
 from gossamer.training.layout import ParameterLayout
 from gossamer.training.replica import Replica
@@ -105,6 +106,19 @@ class Progress:
         return min(1.0, self.train_s / max(self.elapsed_s(), 1e-9))
 
 
+class _Unsent:
+    """A transfer to a worker that has left the round; it may be back, but only for a later one."""
+
+    def __init__(self, dst: int) -> None:
+        self._dst = dst
+
+    async def delivered(self) -> None:
+        raise PeerLost(f"worker {self._dst} takes no part in this round")
+
+    def cancel(self) -> None:
+        """There is nothing to give up."""
+
+
 class ClusterContext:
     """The narrow waist of one worker process. See `gossamer.comm.context.Context`.
 
@@ -184,6 +198,8 @@ class ClusterContext:
         num_bytes = payload.numel() * payload.element_size()
         self.progress.ledger.add(tag.round_index, tag.kind, self._worker, dst, num_bytes)
         self.progress.counter += 1
+        if not self._members().takes_part(dst, tag.round_index):
+            return _Unsent(dst)
         return self._transport.send(dst, tag, payload, exact=exact)
 
     async def recv(self, src: int, tag: Tag, *, timeout: float | None = None) -> Tensor:
@@ -191,6 +207,8 @@ class ClusterContext:
         self.progress.counter += 1
         self.progress.waits += 1
         try:
+            if not self._members().takes_part(src, tag.round_index):
+                raise PeerLost(f"worker {src} takes no part in round {tag.round_index}")
             return await self._transport.recv(src, tag, wait_s)
         except CommError:
             self.progress.failed_transfers += 1
@@ -268,7 +286,8 @@ class ClusterContext:
     async def checkpoint(self, state: MethodState) -> None:
         self.round_index = state.rounds_completed
         if self._loss_steps:
-            self.progress.loss = self._loss_sum / self._loss_steps
+            mean = self._loss_sum / self._loss_steps
+            self.progress.loss = mean if math.isfinite(mean) else None
             self._loss_sum, self._loss_steps = 0.0, 0
         self.progress.counter += 1
         self.progress.rounds_completed = state.rounds_completed

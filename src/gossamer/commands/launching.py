@@ -30,7 +30,7 @@ from gossamer.report.run_folder import RunFolder
 from gossamer.training.engine import Engine
 
 REFRESH_S = 0.25
-STOP_GRACE_S = 3.5  # Ctrl-C ends everything within 5 s, what comes after included
+STOP_GRACE_S = 3.0  # Ctrl-C ends everything within 5 s, what comes after included
 
 MakeStarter = Callable[[str], Starter]  # from the coordinator's address
 
@@ -139,6 +139,8 @@ class Session:
     def _hear_coordinator(self, kind: str, fields: dict[str, Any]) -> None:
         if kind == "lost" and self._stop.is_set():
             return  # they end because they were told to
+        if fields.get("start") == "wait":
+            return  # nothing is decided yet
         self._record(kind, fields)
         if kind == "lost":
             self._losses.append(fields)

@@ -97,7 +97,7 @@ def coordinator(
                 settings,
                 credentials=credentials,
                 stop=stop,
-                listener=lambda kind, fields: print_note(describe(kind, fields)),
+                listener=_tell_of_run,
                 on_start=lambda address: print_note(f"coordinator at {address}"),
             )
 
@@ -196,8 +196,9 @@ def worker(
     require_cluster_extra()
     import torch
 
+    from gossamer.cluster.certs import certified_worker
     from gossamer.cluster.worker import WorkerProcess
-    from gossamer.deployment import certified_worker, credentials_of, job_of
+    from gossamer.deployment import credentials_of, job_of
 
     loaded = load_cluster_recipe(recipe, changes or [])
     cluster = loaded.cluster
@@ -256,6 +257,11 @@ def _wait_for_launcher(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]
         pass
     with contextlib.suppress(RuntimeError):  # the loop is closed: this process is ending anyway
         loop.call_soon_threadsafe(stop)
+
+
+def _tell_of_run(kind: str, fields: dict[str, Any]) -> None:
+    if fields.get("start") != "wait":  # which says only that nothing is decided yet
+        print_note(describe(kind, fields))
 
 
 def _tell_launcher(kind: str, fields: dict[str, Any]) -> None:
