@@ -117,7 +117,7 @@ def parse_task(values: object) -> TaskSettings:
         return values
     table = _table(values, "task")
     name = table.get("name", "text")
-    if name not in TASKS:
+    if not isinstance(name, str) or name not in TASKS:
         raise ConfigError(f"task.name: unknown task {name!r}; {nearest(str(name), TASKS)}")
     return _section(TASKS[name], table, "task")
 
@@ -348,8 +348,7 @@ def _section(kind: type[S], values: dict[str, Any], name: str) -> S:
     try:
         BaseModel.__init__(instance, **values)
     except ValidationError as error:
-        message = explain(error, kind, prefix=f"{name}.")
-        raise ConfigError(message.replace(f"{name}.: ", f"{name}: ", 1)) from None
+        raise ConfigError(explain(error, kind, prefix=name)) from None
     return instance
 
 

@@ -259,9 +259,9 @@ def test_the_plan_describes_itself_in_order_of_time() -> None:
         ({"mean_hang": 0}, "mean_hang: input should be greater than 0"),
         ({"slow_factor": 0.5}, "slow_factor: input should be greater than or equal to 1"),
         ({"outage": []}, "unknown setting 'outage'; did you mean 'outages'?"),
-        ({"hangs": [{"worker": 0, "start": 1}]}, "hangs.0: duration: field required"),
-        ({"crashes": [{"worker": 0, "start": 0}]}, "crashes.0: start: input should be greater"),
-        ({"hangs": [{"worker": -1, "start": 1, "duration": 1}]}, "hangs.0: worker: input should"),
+        ({"hangs": [{"worker": 0, "start": 1}]}, "hangs.0.duration: field required"),
+        ({"crashes": [{"worker": 0, "start": 0}]}, "crashes.0.start: input should be greater"),
+        ({"hangs": [{"worker": -1, "start": 1, "duration": 1}]}, "hangs.0.worker: input should"),
         (
             {"partitions": [{"groups": [[0, 1], [1]], "start": 1, "duration": 1}]},
             "worker 1 is named more than once",
