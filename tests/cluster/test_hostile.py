@@ -382,6 +382,7 @@ def test_many_connections_do_not_shut_out_the_honest(certs: Path, greeting: byte
                 reader, writer = await asyncio.open_connection(host, int(port))
                 writer.write(greeting)
                 opened.append((reader, writer))
+            assert open_files() - before <= 500 + LIMITS.connections_max + 10
             await there.exchange()  # on connections that were there
             for reader, _ in opened:  # each is hung up on by the victim, not by us
                 await ended(reader)

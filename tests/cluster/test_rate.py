@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable
 
@@ -169,13 +170,25 @@ async def _exchange(rate: float, delay_s: float, num_bytes: int) -> tuple[float,
     return received_s, delivered_s
 
 
+def best_exchange(rate: float, delay_s: float, num_bytes: int, good: float) -> tuple[float, float]:
+    """The quickest of a few: a busy machine can be late, but never early."""
+    best = (math.inf, math.inf)
+    for _ in range(5):
+        found = asyncio.run(_exchange(rate, delay_s, num_bytes))
+        assert found[0] >= 0.98 * (num_bytes / rate + delay_s)
+        best = min(best, found)
+        if best[0] <= good:
+            break
+    return best
+
+
 def test_an_exchange_takes_as_long_as_its_line_says() -> None:
-    """1 MB both ways at 1 MB/s, within 2 % and the lateness of a busy machine."""
-    received_s, _ = asyncio.run(_exchange(rate=1e6, delay_s=0.0, num_bytes=1_000_000))
-    assert 0.98 <= received_s <= 1.02 + 0.08
+    """1 MB both ways at 1 MB/s, within 2 % and the lateness of one timer."""
+    received_s, _ = best_exchange(rate=1e6, delay_s=0.0, num_bytes=1_000_000, good=1.03)
+    assert received_s <= 1.03
 
 
 def test_a_delay_comes_once_each_way() -> None:
-    received_s, delivered_s = asyncio.run(_exchange(rate=1e7, delay_s=0.2, num_bytes=100))
-    assert 0.2 <= received_s <= 0.35
-    assert 0.4 <= delivered_s <= 0.6
+    received_s, delivered_s = best_exchange(rate=1e7, delay_s=0.2, num_bytes=100, good=0.24)
+    assert received_s <= 0.24
+    assert 0.4 <= delivered_s <= received_s + 0.3
