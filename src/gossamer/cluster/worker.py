@@ -16,6 +16,7 @@ from gossamer.cluster.checkpoint import WorkerCheckpoints
 from gossamer.cluster.context import ClusterContext, Progress, Stopped, Trains
 from gossamer.cluster.control import Client
 from gossamer.cluster.job import Work
+from gossamer.cluster.limits import Limits
 from gossamer.cluster.messages import Entry, View
 from gossamer.cluster.results import write_results
 from gossamer.cluster.transport import GrpcTransport
@@ -26,6 +27,7 @@ from gossamer.errors import ConfigError, NonFiniteError, OutOfSync, PayloadCorru
 from gossamer.training.replica import Replica
 
 Events = Callable[[str, dict[str, Any]], None]
+SMALL_PAYLOAD_BYTES = 64 * 2**20  # predictions, buffers and reports are below this
 CLOSE_GRACE_S = 2.0
 REPORT_PAUSE_S = 0.05  # the least time between two reports
 PROGRESS_BYTES = 1 << 16  # that move are progress, in a transfer that takes longer than a lease
@@ -159,13 +161,19 @@ class WorkerProcess:
         self._replica.worker = worker
         self._transport = GrpcTransport(
             worker, status.run_id, listen=self._listen, credentials=self._credentials,
-            rate=self._rate, delay_s=self._delay_s,
+            rate=self._rate, delay_s=self._delay_s, limits=self._limits(),
         )  # fmt: skip
         self._address = await self._transport.start()
         if self._folder is not None:
             named = str(self._folder).replace("{run}", status.run_id[:8])
             self.root = Path(named) / f"worker-{worker:03d}"
             self._checkpoints = WorkerCheckpoints(self.root)
+
+    def _limits(self) -> Limits:
+        """What the others may send: one vector of the model at a time, or what is small anyway."""
+        parameters = self._replica.parameters
+        vector_bytes = parameters.numel() * parameters.element_size()
+        return Limits.for_payload(max(vector_bytes, SMALL_PAYLOAD_BYTES))
 
     async def _join(self) -> None:
         """Ask the coordinator for a place."""

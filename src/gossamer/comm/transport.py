@@ -12,6 +12,9 @@ Rules that every transport keeps (`gossamer.testing` has the suite that checks t
 - A transfer that makes progress is not timed out; one that stalls for the keepalive has failed.
 - A peer known to be gone fails everything to and from it at once (`PeerLost`); what had been
   delivered before can still be taken.
+- A sender's message of a later round or step never overtakes one of an earlier that it has already
+  started. Who waits for what the sender has left behind (it has sent something later of the same
+  kind, or has ended) is told at once (`OutOfSync`).
 - Floating-point payloads that are not `exact` and hold NaN or infinity are refused
   (`PayloadCorrupt`).
 """
