@@ -87,7 +87,10 @@ class RunSettings(Settings):
         0, ge=0, description="rounds, of a simulated run; 0 for only when stopped"
     )
     threads: int | None = Field(
-        None, ge=1, description="torch threads; default: torch's choice, and 1 per `launch` worker"
+        None,
+        ge=1,
+        le=1024,
+        description="torch threads; default: torch's choice, and 1 per `launch` worker",
     )
 
 

@@ -22,6 +22,7 @@ _RATES |= {f"{p}bps": f / 8 for p, f in _DECIMAL.items()}
 _RATES |= {f"{p}B/s": f for p, f in (_DECIMAL | _BINARY).items()}
 _RATES |= {"": 1.0}
 _SIZES = {f"{p}B": f for p, f in (_DECIMAL | _BINARY).items()} | {"": 1.0}
+_DURATION_MAX_S = 1e12  # 30 thousand years: its nanoseconds can still be counted
 _COUNTS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 
@@ -41,7 +42,10 @@ def _parse(value: object, units: dict[str, float], what: str, example: str) -> f
 
 def parse_duration(value: object) -> float:
     """Seconds from "2.355s", "30 ms", "1.5h" or a number of seconds."""
-    return _parse(value, _DURATIONS, "a duration", '"30ms"')
+    seconds = _parse(value, _DURATIONS, "a duration", '"30ms"')
+    if abs(seconds) > _DURATION_MAX_S:
+        raise ValueError(f"at most {_DURATION_MAX_S:g} s expected; got {value!r}")
+    return seconds
 
 
 def parse_rate(value: object) -> float:

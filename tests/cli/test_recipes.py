@@ -42,6 +42,7 @@ def recipe(**sections: Any) -> Recipe:
 # ----------------------------------------------------------------------------- reading and writing
 
 positive = st.floats(1e-6, 1e6)
+rates = st.floats(0.125, 1e6)
 fractions = st.floats(0, 0.999)
 trainings = st.builds(
     Training,
@@ -53,13 +54,11 @@ trainings = st.builds(
 )
 networks = st.builds(
     Network,
-    bandwidth=positive,
-    upload=st.none() | positive,
+    bandwidth=rates,
+    upload=st.none() | rates,
     latency=st.floats(0, 10),
     failure_probability=fractions,
-    workers=st.lists(
-        st.builds(WorkerLink, worker=st.integers(0, 7), bandwidth=positive), max_size=1
-    ),
+    workers=st.lists(st.builds(WorkerLink, worker=st.integers(0, 7), bandwidth=rates), max_size=1),
 )
 faults = st.builds(
     Faults,
@@ -235,8 +234,12 @@ def test_bad_overrides_are_refused(text: str) -> None:
         ),
         ({"method": {"name": "diloco", "outer_momentum": False}}, r"^method.outer_mom.*got False$"),
         ({"train": {"workers": "x" * 999}}, r"^train.workers: .{1,200}$"),
+        ({"run": {"threads": 10**5}}, r"^run.threads: .*less than or equal to 1024; got 100000$"),
         ({"seed": True}, r"^seed: a number expected; got True$"),
-        ({"task": {"name": ["text"]}}, r"^task.name: unknown task \['text'\]; did you mean 'text'\?$"),
+        (
+            {"task": {"name": ["text"]}},
+            r"^task.name: unknown task \['text'\]; did you mean 'text'\?$",
+        ),
         ({"seed": "abc"}, r"^seed: .*integer.*'abc'$"),
         ({"seed": -1}, r"^seed: .*got -1$"),
         ({"task": {"name": "txt"}}, r"^task.name: unknown task 'txt'; did you mean 'text'\?$"),

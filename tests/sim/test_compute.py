@@ -141,7 +141,11 @@ def test_work_done_equals_time_weighted_by_speed(
         ({"step_time": 0}, "step_time: input should be greater than 0"),
         ({"jitter": -0.1}, "jitter: input should be greater than or equal to 0"),
         ({"stall_probability": 1}, "stall_probability: input should be less than 1"),
-        ({"speeds": [1, 0]}, "speeds: each is above 0; got 0"),
+        ({"jitter": 1e300}, "jitter: input should be less than or equal to 100"),
+        ({"speeds": [1, 0]}, "speeds: each is from 1e-06 to 1e+06; got 0"),
+        ({"speeds": [1, 1e-300]}, "speeds: each is from 1e-06 to 1e+06; got 1e-300"),
+        ({"step_time": "1e300h"}, "step_time: at most 1e+12 s expected; got '1e300h'"),
+        ({"stall_time": 1e13}, "stall_time: at most 1e+12 s"),
         ({"parameters": 0}, "parameters: input should be greater than or equal to 1"),
         ({"step_tim": 1}, "unknown setting 'step_tim'; did you mean 'step_time'?"),
         (

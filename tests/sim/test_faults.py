@@ -256,6 +256,14 @@ def test_the_plan_describes_itself_in_order_of_time() -> None:
     ("given_settings", "message"),
     [
         ({"hang_rate": -1}, "hang_rate: input should be greater than or equal to 0"),
+        ({"crash_rate": 1e7}, "crash_rate: input should be less than or equal to 1000000"),
+        (
+            {"hang_rate": 1e4},
+            "hang_rate: 10000 an hour of 30 s each make 83.3 at a time on every worker, and at "
+            "most 5 are allowed; lower it or mean_hang",
+        ),
+        ({"outage_rate": 60, "mean_outage": "10min"}, "outage_rate: 60 an hour of 600 s each"),
+        ({"slow_rate": 1e6}, "slow_rate: 1e+06 an hour of 60 s each"),
         ({"mean_hang": 0}, "mean_hang: input should be greater than 0"),
         ({"slow_factor": 0.5}, "slow_factor: input should be greater than or equal to 1"),
         ({"outage": []}, "unknown setting 'outage'; did you mean 'outages'?"),

@@ -29,6 +29,7 @@ from gossamer.sim.sharing import (
     _max_min_rates_vectorised,
     max_min_rates,
 )
+from gossamer.units import parse_rate
 
 MB = 1_000_000
 TAG = Tag("test", 0)
@@ -597,6 +598,13 @@ def test_a_failing_flow_uses_the_link_to_its_end() -> None:
     ]
 
 
+@pytest.mark.parametrize("bandwidth", ["1bit/s", 0.25, 1.5, 7 / 3])
+def test_rates_need_not_be_whole_bytes(bandwidth: str | float) -> None:
+    bench = Bench(2, bandwidth=bandwidth)
+    bench.start(0, 1, 3)
+    assert bench.run() == {(0, 1): pytest.approx(3 / parse_rate(bandwidth), rel=1e-6)}
+
+
 def test_corruption_is_drawn_per_transfer() -> None:
     bench = Bench(2, corruption_probability=0.25)
     for part in range(400):
@@ -612,7 +620,9 @@ def test_corruption_is_drawn_per_transfer() -> None:
 @pytest.mark.parametrize(
     ("given_settings", "message"),
     [
-        ({"bandwidth": "-1Mbit/s"}, "bandwidth: input should be greater than 0"),
+        ({"bandwidth": "-1Mbit/s"}, "bandwidth: input should be greater than or equal to 0.125"),
+        ({"upload": "0.5bit/s"}, "upload: input should be greater than or equal to 0.125"),
+        ({"latency": 1e300}, "latency: at most 1e+12 s expected; got 1e+300"),
         ({"bandwidth": math.inf}, "bandwidth: input should be a finite number"),
         ({"bandwidth": "fast"}, "bandwidth: a data rate expected"),
         ({"latency": "-1ms"}, "latency: input should be greater than or equal to 0"),

@@ -26,6 +26,7 @@ PayloadDtype = Literal["fp64", "fp32", "bf16", "fp16", "int8"]
 
 BYTES_PER_VALUE: dict[PayloadDtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
 
+_SPEED_MIN = 1e-6
 _STEPS_PER_BLOCK = 64  # drawn at a time
 _STANDARD_NORMAL = NormalDist()
 
@@ -45,7 +46,7 @@ class Timing(Settings):
         default=None, description="relative speed per worker (2: half the step time); left out: 1"
     )
     jitter: float = Field(
-        default=0.0, ge=0,
+        default=0.0, ge=0, le=100,
         description="relative standard deviation of a step's time (log-normal, its mean kept)",
     )  # fmt: skip
     stall_probability: float = Field(default=0.0, ge=0, lt=1, description="that a step stalls")
@@ -54,8 +55,10 @@ class Timing(Settings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         for speed in self.speeds or ():
-            if speed <= 0:
-                raise ValueError(f"speeds: each is above 0; got {speed:g}")
+            if not _SPEED_MIN <= speed <= 1 / _SPEED_MIN:
+                raise ValueError(
+                    f"speeds: each is from {_SPEED_MIN:g} to {1 / _SPEED_MIN:g}; got {speed:g}"
+                )
         return self
 
     def validate_for(self, num_workers: int) -> None:

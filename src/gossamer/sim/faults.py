@@ -45,6 +45,13 @@ def _exponential_ns(mean_s: float, seed: int, *key: int | str) -> int:
 _WORKER = Field(ge=0, description="worker index")
 _START = Field(ge=0, description="when it begins, in virtual time")
 _DURATION = Field(gt=0, description="how long it lasts")
+_RATE_MAX = 1e6  # faults in an hour: 278 a second
+_LOAD_MAX = 5.0  # drawn faults of one kind that a worker has at a time, on average
+
+
+def _rate_field(what: str) -> float:
+    value: float = Field(default=0.0, ge=0, le=_RATE_MAX, description=f"{what} per worker and hour")
+    return value
 
 
 class Outage(Settings):
@@ -114,10 +121,10 @@ class Faults(Settings):
     crashes: tuple[CrashAt, ...] = Field(
         default=(), description="processes that die, and perhaps return"
     )
-    outage_rate: float = Field(default=0.0, ge=0, description="outages per worker and hour")
-    hang_rate: float = Field(default=0.0, ge=0, description="hangs per worker and hour")
-    slow_rate: float = Field(default=0.0, ge=0, description="slow phases per worker and hour")
-    crash_rate: float = Field(default=0.0, ge=0, description="crashes per worker and hour")
+    outage_rate: float = _rate_field("outages")
+    hang_rate: float = _rate_field("hangs")
+    slow_rate: float = _rate_field("slow phases")
+    crash_rate: float = _rate_field("crashes")
     mean_outage: Duration = Field(default=30.0, gt=0, description="mean length of a drawn outage")
     mean_hang: Duration = Field(default=30.0, gt=0, description="mean length of a drawn hang")
     mean_slow: Duration = Field(default=60.0, gt=0, description="mean length of a drawn slow phase")
@@ -132,6 +139,23 @@ class Faults(Settings):
         description="a returning worker's inner optimizer moments: taken from its donor, reset to "
         "zero, or kept from its own last checkpoint",
     )
+
+    @model_validator(mode="after")
+    def _check_loads(self) -> Self:
+        """Faults that overlap without end would freeze a worker, or its link, for good."""
+        for name, rate, mean_s in (
+            ("outage", self.outage_rate, self.mean_outage),
+            ("hang", self.hang_rate, self.mean_hang),
+            ("slow", self.slow_rate, self.mean_slow),
+        ):
+            load = rate * mean_s / 3600.0
+            if load > _LOAD_MAX:
+                raise ValueError(
+                    f"{name}_rate: {rate:g} an hour of {mean_s:g} s each make {load:.3g} at a time "
+                    f"on every worker, and at most {_LOAD_MAX:g} are allowed; lower it or "
+                    f"mean_{name}"
+                )
+        return self
 
 
 # -------------------------------------------------------------------------------------------- plan

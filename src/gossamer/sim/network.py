@@ -36,13 +36,16 @@ from gossamer.units import Duration, Rate
 
 __all__ = ["Flow", "Network", "PairLink", "SimNetwork", "WorkerLink"]
 
-_BANDWIDTH_MAX = 1e12  # bytes per second; keeps rates within 64 bits
+_BANDWIDTH_MIN = 0.125  # bytes per second; below, shares of it would be rounded to nothing
+_BANDWIDTH_MAX = 1e12  # keeps rates within 64 bits
 
 # ---------------------------------------------------------------------------------------- settings
 
 
 def _rate_field(description: str) -> float | None:
-    value: float | None = Field(default=None, gt=0, le=_BANDWIDTH_MAX, description=description)
+    value: float | None = Field(
+        default=None, ge=_BANDWIDTH_MIN, le=_BANDWIDTH_MAX, description=description
+    )
     return value
 
 
@@ -80,7 +83,7 @@ class Network(Settings):
     """The recipe's [network]: rates, latency, and how often a transfer fails."""
 
     bandwidth: Rate = Field(
-        default=12.5e6, gt=0, le=_BANDWIDTH_MAX,
+        default=12.5e6, ge=_BANDWIDTH_MIN, le=_BANDWIDTH_MAX,
         description="bytes per second per worker, each way (100 Mbit/s)",
     )  # fmt: skip
     upload: Rate | None = _rate_field("bytes per second out of each worker; before `bandwidth`")
@@ -413,7 +416,7 @@ def _capacities(
 
     def capacity(*choices: float | None) -> int:
         bytes_per_s = next(choice for choice in choices if choice is not None)
-        return max(1, round(bytes_per_s)) * RATE_PER_BYTE_PER_S
+        return round(bytes_per_s * RATE_PER_BYTE_PER_S)
 
     common = settings.bandwidth
     uploads = [capacity(settings.upload, common)] * num_workers
