@@ -21,7 +21,14 @@ import torch
 from torch import Tensor
 
 from gossamer.comm.context import Context, Round, Tag, Transfer
-from gossamer.errors import CollectiveFailed, CommError, LinkFailed, NonFiniteError, OutOfSync
+from gossamer.errors import (
+    CollectiveFailed,
+    CommError,
+    LinkFailed,
+    NonFiniteError,
+    OutOfSync,
+    TimedOut,
+)
 
 ATTEMPTS_MAX = 1000  # of one all-reduce; far beyond any link that is worth using
 RESENDS_MAX = 20  # of one averaged chunk
@@ -94,20 +101,24 @@ async def all_reduce_mean(ctx: Context, tag: Tag, workers: Sequence[int], values
     """All-reduce: `values` becomes the mean over `workers`, or `CollectiveFailed`.
 
     In place; after a failure `values` is unchanged. It runs to its end even where a link has
-    failed, as the others cannot know, and a vote then tells everybody.
+    failed, as the others cannot know, and a vote then tells everybody. A peer that let the deadline
+    pass is not waited for again: the attempt takes one deadline at most, and what arrives.
     """
     members = tuple(workers)
     if len(members) == 1:
         return
     chunks = list(values.tensor_split(len(members)))
-    received, transfers = await _exchange_contributions(ctx, tag, members, chunks, exact=False)
+    late: set[int] = set()  # membership tests only
+    received, transfers = await _exchange_contributions(
+        ctx, tag, members, chunks, exact=False, late=late
+    )
     mean = mean_of([received[worker] for worker in members if worker in received])
     peers = [worker for worker in members if worker != ctx.worker]
     result_tag = tag._replace(phase=1)
     sent = [ctx.send(peer, result_tag, mean) for peer in peers]
-    results = {ctx.worker: mean, **await _receive_all(ctx, result_tag, peers)}
+    results = {ctx.worker: mean, **await _receive_all(ctx, result_tag, peers, late=late)}
     intact = len(received) == len(results) == len(members)
-    if not await _vote(ctx, tag._replace(phase=2), members, intact):
+    if not await _vote(ctx, tag._replace(phase=2), members, intact, late):
         for transfer in (*transfers.values(), *sent):
             transfer.cancel()
         raise CollectiveFailed(f"{tag.kind} all-reduce, attempt {tag.attempt}")
@@ -143,7 +154,7 @@ def _bounds(views: Sequence[Tensor]) -> list[int]:
     return list(itertools.accumulate(view.numel() for view in views))[:-1]
 
 
-async def _vote(ctx: Context, tag: Tag, workers: Sequence[int], yes: bool) -> bool:
+async def _vote(ctx: Context, tag: Tag, workers: Sequence[int], yes: bool, late: set[int]) -> bool:
     """Whether all of `workers` say yes and are heard saying it.
 
     Raises `OutOfSync` where one of them has gone on: it had heard all votes of an earlier attempt,
@@ -153,7 +164,7 @@ async def _vote(ctx: Context, tag: Tag, workers: Sequence[int], yes: bool) -> bo
     peers = [w for w in workers if w != ctx.worker]
     for peer in peers:
         ctx.send(peer, tag, ballot, exact=True)
-    heard = await _receive_all(ctx, tag, peers, together=True)
+    heard = await _receive_all(ctx, tag, peers, late=late, together=True)
     return yes and len(heard) == len(peers) and all(bool(vote.item()) for vote in heard.values())
 
 
@@ -244,7 +255,13 @@ async def _average_level(
 
 
 async def _exchange_contributions(
-    ctx: Context, tag: Tag, workers: tuple[int, ...], chunks: list[Tensor], exact: bool
+    ctx: Context,
+    tag: Tag,
+    workers: tuple[int, ...],
+    chunks: list[Tensor],
+    exact: bool,
+    *,
+    late: set[int] | None = None,
 ) -> tuple[dict[int, Tensor], dict[int, Transfer]]:
     """Send every owner its chunk of mine; what arrived of my chunk, by sender, mine included."""
     rank = workers.index(ctx.worker)
@@ -252,7 +269,7 @@ async def _exchange_contributions(
     for distance in range(1, len(workers)):
         owner = (rank + distance) % len(workers)
         transfers[workers[owner]] = ctx.send(workers[owner], tag, chunks[owner], exact=exact)
-    received = await _receive_all(ctx, tag, list(transfers), transfers)
+    received = await _receive_all(ctx, tag, list(transfers), transfers, late=late)
     return {ctx.worker: chunks[rank], **received}, transfers
 
 
@@ -262,6 +279,7 @@ async def _receive_all(
     peers: Sequence[int],
     transfers: Mapping[int, Transfer] | None = None,
     *,
+    late: set[int] | None = None,
     together: bool = False,
 ) -> dict[int, Tensor]:
     """What comes from `peers`; those whose message is lost or late are left out.
@@ -270,18 +288,23 @@ async def _receive_all(
 
     Args:
         transfers: my own to these peers, given up where nothing comes in return.
+        late: peers that have let a deadline pass before; added to.
         together: raise `OutOfSync` where a peer has gone on without this worker, in place of
             leaving it out.
     """
     received: dict[int, Tensor] = {}
+    late = set() if late is None else late
     until = ctx.now() + ctx.deadline
     for peer in peers:
-        timeout = max(until - ctx.now(), ctx.deadline * _LAST_LOOK)
+        left = 0.0 if peer in late else until - ctx.now()
+        timeout = max(left, ctx.deadline * _LAST_LOOK)
         try:
             received[peer] = await ctx.recv(peer, tag, timeout=timeout)
         except CommError as error:
             if together and isinstance(error, OutOfSync):
                 raise
+            if isinstance(error, TimedOut):
+                late.add(peer)
             if transfers is not None:
                 transfers[peer].cancel()
     return received
