@@ -234,6 +234,12 @@ def test_bad_overrides_are_refused(text: str) -> None:
         ),
         ({"method": {"name": "diloco", "outer_momentum": False}}, r"^method.outer_mom.*got False$"),
         ({"train": {"workers": "x" * 999}}, r"^train.workers: .{1,200}$"),
+        (
+            {"train": {"momentum": 0.9}},
+            r"^train.momentum: 0.9 would be ignored, as optimizer is 'adamw'; only 'sgd' uses it",
+        ),
+        ({"train": {"optimizer": "sgd", "beta2": 0.99}}, r"^train.beta2: .* only 'adamw'"),
+        ({"train": {"schedule": "constant", "schedule_steps": 5}}, r"^train.schedule_steps: 5 "),
         ({"run": {"threads": 10**5}}, r"^run.threads: .*less than or equal to 1024; got 100000$"),
         ({"seed": True}, r"^seed: a number expected; got True$"),
         (

@@ -82,7 +82,8 @@ def test_the_window_is_the_models_length_at_most() -> None:
 
 def test_temperature_zero_takes_the_likeliest(model: Llama) -> None:
     logits = torch.randn(256, generator=rng())
-    assert draw(logits, 0.0, None, rng()) == int(logits.argmax())
+    for temperature in (0.0, 1e-9, 5e-324):
+        assert draw(logits, temperature, None, rng()) == int(logits.argmax())
     greedy = generate(model, "a", length=10, temperature=0.0, seed=0)
     assert greedy == generate(model, "a", length=10, temperature=0.0, seed=1)
 
@@ -124,6 +125,8 @@ def test_ids_beyond_bytes_are_never_drawn() -> None:
         ({"temperature": float("nan")}, "temperature must be finite"),
         ({"top_k": 0}, "top_k must be at least 1, got 0"),
         ({"window": 13}, r"window must be between 1 and 12 \(the model's\), got 13"),
+        ({"seed": -1}, r"seed must be from 0 to 2\^63 - 1, got -1"),
+        ({"seed": 2**63}, "seed must be from 0"),
         ({"window": 0}, "window must be between 1 and 12"),
     ],
 )

@@ -122,6 +122,7 @@ def test_a_pattern_that_matches_nothing_is_refused_with_a_hint(pattern: str, hin
     [
         (nn.ReLU(), r"no trainable parameters"),
         (nn.Linear(2, 2).requires_grad_(False), r"no trainable parameters"),
+        (nn.Embedding(0, 2), r"trainable parameters are all empty"),
         (nn.ParameterList([torch.zeros(2, dtype=torch.complex64)]), r"'0' is torch.complex64"),
     ],
 )

@@ -65,8 +65,8 @@ def simulate(
     numerics: Literal["real", "none"] = "real",
     listener: Listener | None = None,
     checkpoint_every: int | None = None,
-    checkpoint_dir: Path | None = None,
-    resume: Path | None = None,
+    checkpoint_dir: Path | str | None = None,
+    resume: Path | str | None = None,
     stop: StopFlag | None = None,
 ) -> SimulationResult:
     """Train with `method` on simulated workers; the same arguments give the same bits.
@@ -80,7 +80,7 @@ def simulate(
         measure: what is evaluated, and how often.
         numerics: "none" puts tensors on the meta device, so that only time passes.
         listener: hears of progress.
-        checkpoint_every: rounds between checkpoints; None: only when stopped.
+        checkpoint_every: rounds between checkpoints; None or 0: only when stopped.
         checkpoint_dir: where they go; None: nowhere.
         resume: a checkpoint (or the folder of several) of the same settings to go on from.
         stop: asks the run to save and stop at the next round boundary.
@@ -90,8 +90,9 @@ def simulate(
         Interrupted: `stop` was requested.
         GossamerError: the run failed; the notes hold the seed, the fault plan and the last events.
     """
+    _check_kinds(method, task, (training, network, timing, faults, measure))
     given = {k: v for k, v in (("workers", workers), ("rounds", rounds)) if v is not None}
-    training = (training or Training()).model_copy(update=_checked(given))
+    training = Training(**{**(training or Training()).model_dump(), **given})
     settings = WorldSettings(
         method=method,
         num_workers=training.workers,
@@ -102,16 +103,16 @@ def simulate(
         faults=faults or Faults(),
         measure=measure or Measure(),
         checkpoint_every=checkpoint_every,
-        checkpoint_dir=checkpoint_dir,
+        checkpoint_dir=Path(checkpoint_dir) if checkpoint_dir is not None else None,
     )
     real = numerics == "real"
-    _check(settings, numerics, resume)
+    _check(settings, numerics, resumes=resume is not None)
     engine = prepare_engine(task, training, method, seed=seed, real=real)
     method.validate_for(engine.layout, settings.num_workers)
     if getattr(method, "js_threshold", None) is not None and not engine.predicts:
         raise ConfigError("method.js_threshold needs a task with predictions")
     header = _header(settings, training, engine, numerics)
-    saved = load_checkpoint(resume, method.State, header) if resume is not None else None
+    saved = load_checkpoint(Path(resume), method.State, header) if resume is not None else None
     world = World(
         settings,
         engine,
@@ -143,9 +144,25 @@ def prepare_engine(
     return Engine(task, training, seed=seed, total_steps=total_steps, real=real)
 
 
-def _checked(given: dict[str, int]) -> dict[str, int]:
-    Training(**given)  # model_copy does not validate
-    return given
+def _check_kinds(method: object, task: object, sections: tuple[object, ...]) -> None:
+    """Refuse arguments of another kind, such as the class of a task instead of a task."""
+    if not isinstance(method, Method):
+        raise ConfigError(
+            f"method: an object such as DiLoCo(inner_steps=20) needed; got {method!r}"
+        )
+    for name in ("name", "State"):
+        if not hasattr(method, name):
+            raise ConfigError(f"method: {type(method).__name__} needs a class attribute `{name}`")
+    if isinstance(task, type) or not isinstance(task, Task):
+        raise ConfigError(
+            "task: an object with build(), loss(model, batch), train_batch(worker, step) and "
+            f"eval_batches() needed; got {task!r}"
+        )
+    kinds = (Training, Network, Timing, Faults, Measure)
+    for section, kind in zip(sections, kinds, strict=True):
+        if section is not None and not isinstance(section, kind):
+            name = kind.__name__
+            raise ConfigError(f"{name.lower()}: {name}(...) needed; got {section!r}")
 
 
 def _checked_seed(seed: int) -> int:
@@ -154,17 +171,22 @@ def _checked_seed(seed: int) -> int:
     return seed
 
 
-def _check(settings: WorldSettings, numerics: str, resume: Path | None) -> None:
+def _check(settings: WorldSettings, numerics: str, *, resumes: bool) -> None:
     """Refuse what cannot run, before anything is built."""
     if numerics not in ("real", "none"):
         raise ConfigError(f'numerics: "real" or "none" is needed; got {numerics!r}')
+    every = settings.checkpoint_every or 0
+    if every < 0:
+        raise ConfigError(f"checkpoint_every: a number of rounds, 0 or more, needed; got {every}")
+    if every and settings.checkpoint_dir is None:
+        raise ConfigError(f"checkpoint_every = {every} needs a checkpoint_dir to write to")
     settings.network.validate_for(settings.num_workers)
     settings.timing.validate_for(settings.num_workers)
     if numerics == "none":
         why = settings.method.needs_numerics()
         if why is not None:
             raise ConfigError(f'run.numerics = "none" is not possible: {why}')
-        if resume is not None or settings.checkpoint_every:
+        if resumes or every:
             raise ConfigError('run.numerics = "none" has nothing to save or to resume')
 
 

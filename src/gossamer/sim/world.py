@@ -325,6 +325,11 @@ class World:
         finally:
             if timer is not None:
                 timer.cancel()
+        if state.rounds_completed < self.num_rounds:
+            raise RunFailed(
+                f"{type(self.method).__name__}.run returned after {state.rounds_completed} of "
+                f"{self.num_rounds} rounds; it has to go through `ctx.rounds(state)` to the end"
+            )
         self.stats[worker].finished_ns = self.loop.time_ns()
         self.post.finish(worker)
         return None

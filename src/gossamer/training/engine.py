@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gossamer.comm.context import TrainReport
 from gossamer.errors import ConfigError, NonFiniteError
+from gossamer.measure.probes import log_probabilities
 from gossamer.seeding import derive_seed
 from gossamer.training.buffers import BufferLayout
 from gossamer.training.layout import ParameterLayout
@@ -170,6 +171,7 @@ class Engine:
         for slot in self._cast:
             self._parameters[slot.name].grad = None
         loss = self.task.loss(self.model, batch)
+        _check_loss(loss)
         loss.backward()  # type: ignore[no-untyped-call]  # torch's own stub is untyped
         for slot in self._cast:
             grad = self._parameters[slot.name].grad
@@ -239,7 +241,7 @@ class Engine:
             )
         with self._evaluating(parameters, buffers, counters):
             logits = self.task.predict(self.model, self.task.probe_batch())
-            return torch.log_softmax(logits.flatten(0, -2).float(), dim=-1)
+            return log_probabilities(logits)
 
     def state_dict(
         self, parameters: Tensor, buffers: Tensor, counters: Tensor
@@ -256,6 +258,16 @@ def _check_has_storage(model: nn.Module) -> None:
                 f"{name!r} is on the meta device and has no values to train: build the model on "
                 f'the CPU, or run with numerics = "none"'
             )
+
+
+def _check_loss(loss: object) -> None:
+    """Raise `ConfigError` where a task's loss cannot be differentiated."""
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return
+    got = repr(loss)
+    if isinstance(loss, Tensor):
+        got = f"shape {list(loss.shape)}" + ("" if loss.requires_grad else " without a gradient")
+    raise ConfigError(f"the task's loss must be a scalar tensor with a gradient; got {got}")
 
 
 def _seed_generators(seed: int) -> None:

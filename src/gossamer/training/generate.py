@@ -61,6 +61,8 @@ def stream(
         raise ConfigError(f"top_k must be at least 1, got {top_k}")
     if not 1 <= window <= limit:
         raise ConfigError(f"window must be between 1 and {limit} (the model's), got {window}")
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"seed must be from 0 to 2^63 - 1, got {seed}")
     rng = torch.Generator().manual_seed(seed)
     context = list((prompt or "\n").encode())
     return _pieces(
@@ -103,5 +105,6 @@ def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch
     if top_k is not None and top_k < len(logits):
         least = logits.topk(top_k).values[-1]
         logits = logits.masked_fill(logits < least, float("-inf"))
-    shares = torch.softmax(logits / temperature, dim=-1)
+    # From the likeliest down: however small the temperature is, that one's share stays a number.
+    shares = torch.softmax((logits - logits.max()).double() / temperature, dim=-1)
     return int(torch.multinomial(shares, 1, generator=generator))

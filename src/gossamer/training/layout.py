@@ -69,6 +69,10 @@ class ParameterLayout:
                 slot = Slot(name, shape, offset, parameter.dtype, decay, aliases)
                 slots.append(slot)
                 offset = slot.end
+        if offset == 0:
+            raise ConfigError(
+                "the model's trainable parameters are all empty; nothing can be trained"
+            )
         return cls(tuple(slots))
 
     @cached_property

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from gossamer.settings import Settings
+
+# Settings that only one choice of another setting reads.
+_READ_BY = {
+    "beta1": ("optimizer", "adamw"),
+    "beta2": ("optimizer", "adamw"),
+    "epsilon": ("optimizer", "adamw"),
+    "momentum": ("optimizer", "sgd"),
+    "schedule_steps": ("schedule", "cosine"),
+    "final_learning_rate": ("schedule", "cosine"),
+}
 
 
 class Training(Settings):
@@ -34,3 +44,14 @@ class Training(Settings):
     final_learning_rate: float = Field(
         0.1, ge=0, le=1, description="end of the cosine, as a fraction of the peak"
     )
+
+    @model_validator(mode="after")
+    def _no_setting_is_ignored(self) -> Self:
+        for name, (choice, reader) in _READ_BY.items():
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if value != default and getattr(self, choice) != reader:
+                raise ValueError(
+                    f"{name}: {value!r} would be ignored, as {choice} is "
+                    f"{getattr(self, choice)!r}; only {reader!r} uses it: leave one of them out"
+                )
+        return self

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 Batch = Any  # whatever the task's own loss understands
 
 
+@runtime_checkable
 class Task(Protocol):
     """A learning problem."""
 
