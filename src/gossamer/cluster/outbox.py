@@ -320,7 +320,9 @@ class Sending:
     async def _write(self, call: aio.StreamStreamCall[bytes, bytes], header: Header) -> None:
         """Header, chunks and trailer. What goes wrong with the stream, its reader sees as well."""
         payload, go = self._payload, self._go
-        assert payload is not None and go is not None
+        if payload is None:
+            return  # given up before this attempt began
+        assert go is not None
         raw = raw_bytes(payload)
         checksum, place = 0, 0
         try:

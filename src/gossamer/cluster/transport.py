@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import ipaddress
 import os
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -35,7 +36,7 @@ from gossamer.cluster.pacing import Line
 from gossamer.cluster.receiving import Receiver
 from gossamer.cluster.wire import CHUNK_BYTES_MAX, HEADER_BYTES_MAX, ID_BYTES, NO_LIFE, Header
 from gossamer.comm.context import Tag
-from gossamer.errors import ConfigError, LinkFailed, PeerLost, check
+from gossamer.errors import CommError, ConfigError, LinkFailed, PeerLost, check
 
 _RPCS_MAX = 4096
 _STREAMS_SLACK = 64  # a sender may start again before its broken streams are noticed
@@ -211,6 +212,10 @@ class GrpcTransport:
     def peer_finished(self, worker: int) -> None:
         """The worker has done its last round: who waits for more of it is told (`OutOfSync`)."""
         self._inbox.peer_finished(worker)
+
+    def forsake(self, is_forsaken: Callable[[int, Tag], bool], error: CommError) -> None:
+        """Wait no longer for messages that are called so, by sender and tag."""
+        self._inbox.forsake(is_forsaken, error)
 
     def knows_of(self, src: int, tag: Tag) -> bool:
         """Whether some of a message has come that is still to be taken."""

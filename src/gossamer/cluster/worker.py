@@ -18,12 +18,13 @@ from gossamer.cluster.control import Client
 from gossamer.cluster.job import Work
 from gossamer.cluster.limits import Limits
 from gossamer.cluster.messages import Entry, View
+from gossamer.cluster.peers import Peers
 from gossamer.cluster.results import write_results
 from gossamer.cluster.transport import GrpcTransport
 from gossamer.comm.context import MethodState, Tag
 from gossamer.comm.donation import accept, digest, donate, pack, share_start
 from gossamer.comm.state import state_tensors
-from gossamer.errors import ConfigError, NonFiniteError, OutOfSync, PayloadCorrupt
+from gossamer.errors import ConfigError, LinkFailed, NonFiniteError, OutOfSync, PayloadCorrupt
 from gossamer.training.replica import Replica
 
 Events = Callable[[str, dict[str, Any]], None]
@@ -85,7 +86,6 @@ class WorkerProcess:
         self._changed = asyncio.Event()
         self.root: Path | None = None
         self._checkpoints: WorkerCheckpoints | None = None
-        self._known: dict[int, tuple[int, str]] = {}  # worker: incarnation, address
         self._served: dict[tuple[int, int, int], None] = {}  # worker, incarnation, attempt
         self._donations: list[asyncio.Task[None]] = []
         self._ctx: ClusterContext | None = None
@@ -163,6 +163,9 @@ class WorkerProcess:
             worker, status.run_id, listen=self._listen, credentials=self._credentials,
             rate=self._rate, delay_s=self._delay_s, limits=self._limits(),
         )  # fmt: skip
+        self._peers = Peers(
+            worker, self._transport, lambda lost: self._events("lost", {"worker": lost})
+        )
         self._address = await self._transport.start()
         if self._folder is not None:
             named = str(self._folder).replace("{run}", status.run_id[:8])
@@ -199,26 +202,11 @@ class WorkerProcess:
         if self._view is not None and view.revision < self._view.revision:
             return
         self._view = view
-        for peer in view.peers:
-            if peer.worker == self.worker:
-                continue
-            known = self._known.get(peer.worker)
-            if peer.phase == "lost":
-                if known is not None:
-                    self._transport.peer_lost(peer.worker)
-                    del self._known[peer.worker]
-                    self._events("lost", {"worker": peer.worker})
-                continue
-            now = (peer.incarnation, peer.address)
-            if known != now:
-                if known is not None:
-                    self._transport.peer_lost(peer.worker)
-                self._transport.set_peer(peer.worker, peer.address)
-                self._transport.peer_back(peer.worker)
-                self._known[peer.worker] = now
-            if peer.phase == "finished":
-                self._transport.peer_finished(peer.worker)
+        self._peers.apply(view)
         self._log = view.log.member_log()
+        if self._ctx is not None:
+            changed = LinkFailed("the members of the round have changed")
+            self._transport.forsake(self._ctx.is_superseded, changed)
         self._changed.set()
 
     async def _watch(self) -> None:

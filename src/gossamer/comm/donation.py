@@ -21,6 +21,9 @@ from gossamer.comm.state import state_scalars, state_tensors, with_tensors
 from gossamer.errors import ConfigError, OutOfSync, PayloadCorrupt
 from gossamer.training.replica import Replica
 
+STATE_KINDS = ("join", "start")
+"""Kinds of messages that hand a state over, which no membership of a round is part of."""
+
 Moments = Literal["donor", "reset", "keep"]
 """Whose inner moments a joiner goes on with: the donor's, none, or those it had itself."""
 
