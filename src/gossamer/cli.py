@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import typer
 
@@ -68,6 +69,7 @@ def plan_group() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point: run a command and exit with its code."""
+    _replace_closed_streams()
     sys.exit(run(arguments))
 
 
@@ -76,7 +78,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         code = app(args=arguments if arguments is None else list(arguments), standalone_mode=False)
         sys.stdout.flush()
-    except BrokenPipeError:
+    except (BrokenPipeError, SystemExit):  # click and rich exit where nobody reads any more
         _silence_stdout()
         return BROKEN_PIPE
     except ConfigError as error:
@@ -85,13 +87,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _fail("interrupted", error, INTERRUPTED)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED  # what there is to say was said where it happened
-    except GossamerError as error:
+    except (GossamerError, OSError) as error:
         return _say("\n".join([f"error: {error}", *_notes(error)]), RUN_FAILED)
-    except OSError as error:
-        return _say(f"error: {error}", RUN_FAILED)
     except ClickException as error:
         message = error.format_message() if hasattr(error, "format_message") else str(error)
-        return _say(f"error: {_one_line(message)}", USER_MISTAKE)
+        # No message: the help was shown, as nothing was asked for.
+        return _say(f"error: {_one_line(message or 'a command is missing')}", USER_MISTAKE)
     return code if isinstance(code, int) else 0
 
 
@@ -111,6 +112,17 @@ def _say(line: str, code: int) -> int:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
+
+
+def _replace_closed_streams() -> None:
+    """Give a program that was started without stdout or stderr one that leads nowhere.
+
+    Otherwise the first file that it opens would get their number, and their output.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            stream = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  (to the end)
+            setattr(sys, name, stream)
 
 
 def _silence_stdout() -> None:

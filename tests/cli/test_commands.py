@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -404,4 +406,79 @@ def test_a_full_disk_is_no_traceback(
     monkeypatch.setattr(RunFolder, "write_summary", full)
     outcome = gossamer("train", "recipe.toml", "--out", "o")
     assert outcome.code == 3
-    assert "No space left on device" in outcome.error_line
+    assert outcome.err.splitlines() == [
+        "error: [Errno 28] No space left on device",
+        "files: o; no checkpoint was saved in o",
+    ]
+
+
+def test_a_folder_that_cannot_be_filled_is_left_as_it_was(
+    gossamer: Gossamer, folder: Path, simulation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    assert gossamer("train", "recipe.toml", "--out", "o").code == 3
+    assert not (folder / "o").exists()
+    (folder / "p").mkdir()
+    assert gossamer("train", "recipe.toml", "--out", "p").code == 3
+    assert list((folder / "p").iterdir()) == []
+    assert simulation.calls == []
+
+
+def test_two_runs_never_write_to_one_folder(
+    gossamer: Gossamer, folder: Path, simulation: Any
+) -> None:
+    seen: list[Any] = []
+
+    def ending(rounds_completed: int, stop: StopFlag) -> None:
+        (folder / "o" / "checkpoints" / "round-000001").mkdir(parents=True, exist_ok=True)
+        (folder / "o" / "checkpoints" / "round-000001" / "state.json").write_text("{}")
+        if not seen:
+            seen.append(gossamer("train", "--resume", "o"))
+
+    simulation.ending = ending
+    assert gossamer("train", "recipe.toml", "--out", "o").code == 0
+    assert seen[0].code == 2
+    assert "another process is writing to the run in 'o'" in seen[0].error_line
+    assert len(simulation.calls) == 1
+
+
+@pytest.mark.parametrize("arguments", [("methods",), ("--help",), ("methods", "--json")])
+def test_a_reader_that_leaves_gets_the_code_of_a_broken_pipe(arguments: tuple[str, ...]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-c", "from gossamer.cli import main; main()", *arguments]
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+def test_a_program_without_stdout_and_stderr_runs_all_the_same(folder: Path) -> None:
+    program = f"exec {sys.executable} -c 'from gossamer.cli import main; main()' methods >&- 2>&-"
+    assert subprocess.run(["sh", "-c", program], check=False).returncode == 0
+
+
+def test_a_group_without_a_command_says_that_one_is_missing(gossamer: Gossamer) -> None:
+    outcome = gossamer("plan")
+    assert (outcome.code, outcome.error_line) == (2, "error: a command is missing")
+    assert "time" in outcome.out
+
+
+@pytest.mark.parametrize("out", ["recipe.toml", "recipe.toml/below"])
+def test_a_report_refuses_a_folder_that_cannot_be(
+    gossamer: Gossamer, folder: Path, simulation: Any, out: str
+) -> None:
+    gossamer("train", "recipe.toml", "--out", "o")
+    outcome = gossamer("report", "o", "--out", out)
+    assert outcome.code == 2
+    assert outcome.error_line.startswith(f"error: cannot make the folder {out!r}: ")
+
+
+def test_sensitivity_looks_at_its_output_before_it_trains(
+    gossamer: Gossamer, folder: Path, simulation: Any
+) -> None:
+    outcome = gossamer("sensitivity", "recipe.toml", "--out", "nowhere/subset.toml")
+    assert (outcome.code, simulation.calls) == (2, [])
+    assert outcome.error_line.endswith("there is no folder 'nowhere'; make it first")

@@ -100,6 +100,10 @@ def sensitivity(
         raise ConfigError(f"--share must be above 0 and at most 1; got {share}")
     if out is not None and out.exists():
         raise ConfigError(f"--out {str(out)!r} exists and is not overwritten")
+    if out is not None and not out.parent.is_dir():
+        raise ConfigError(
+            f"--out {str(out)!r}: there is no folder {str(out.parent)!r}; make it first"
+        )
     if source.is_dir():
         if rounds is not None or changes:
             raise ConfigError("--rounds and --set are for a RECIPE; this run is trained already")

@@ -40,14 +40,16 @@ def report(
     from gossamer.report.files import SCHEMA_VERSION, write_atomically
     from gossamer.report.html import page
     from gossamer.report.plots import draw
+    from gossamer.report.run_folder import make_folder
     from gossamer.report.tables import comparison_table, stdout_console
 
     rows, curves = _read(folder)
+    target = out or folder
+    if plots:
+        make_folder(target)
     files: list[str] = []
     if plots:
         images = draw(curves)
-        target = out or folder
-        target.mkdir(parents=True, exist_ok=True)
         for name, image in images.items():
             write_atomically(target / f"{name}.png", image)
             files.append(str(target / f"{name}.png"))

@@ -72,6 +72,8 @@ def carry_out(
             checkpoint_dir=folder.checkpoints,
             resume=resume,
         )
+        display.finish(progress)
+        _keep(prepared, folder, result)
     except ConfigError:
         if resume is None:
             folder.discard()
@@ -86,10 +88,11 @@ def carry_out(
         error.add_note(f"files: {folder.path}")
         error.add_note(f"again from the start: gossamer train {folder.path / 'config.toml'}")
         raise
+    except OSError as error:
+        error.add_note(f"files: {folder.path}; {_how_to_go_on(folder, resume_command)}")
+        raise
     finally:
         folder.close()
-    display.finish(progress)
-    _keep(prepared, folder, result)
     return dict(result.summary)
 
 

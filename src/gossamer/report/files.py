@@ -12,14 +12,21 @@ SCHEMA_VERSION = 1
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
-    """Write `path` by way of a file beside it, so that a reader or a crash sees old or new."""
+    """Write `path` by way of a file beside it, so that a reader or a crash sees old or new.
+
+    Raises `OSError`, with nothing left beside it, where the disk is full or may not be written to.
+    """
     data = content.encode("utf-8") if isinstance(content, str) else content
     aside = path.with_name(f".{path.name}.partial")
-    with aside.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        with aside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:

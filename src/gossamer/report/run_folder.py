@@ -10,7 +10,10 @@ model.safetensors   the averaged model; model.json says how to build it
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,22 +33,29 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._metrics: TextIO | None = None
+        self._lock: FolderLock | None = None
         self._made_here = False
 
     @classmethod
     def create(cls, path: Path | None, recipe: Recipe) -> RunFolder:
         """A new folder holding `config.toml`; None: the next free `runs/<method>-<n>`.
 
-        Raises `ConfigError` where `path` exists and is not an empty folder.
+        Raises `ConfigError` where `path` exists and is not an empty folder, and `OSError`, with
+        nothing left in it, where the disk is full.
         """
         if path is None:
             path, made_here = claim_next(recipe.method.name), True
         else:
             made_here = claim_folder(path, resume=f"{_command(recipe)} --resume {path}")
         folder = cls(path)
+        folder._lock = FolderLock(path)
         folder._made_here = made_here
-        write_atomically(path / "config.toml", dump_recipe(recipe))
-        folder._open_metrics()
+        try:
+            write_atomically(path / "config.toml", dump_recipe(recipe))
+            folder._open_metrics()
+        except OSError:
+            folder.discard()
+            raise
         return folder
 
     def reopen(self) -> Path:
@@ -60,6 +70,7 @@ class RunFolder:
                 f"the run in {str(self.path)!r} has no checkpoint to go on from; start it again "
                 f"in a new folder: gossamer train {self.path / 'config.toml'}"
             )
+        self._lock = FolderLock(self.path)
         self._cut_metrics(int(checkpoint.name.removeprefix("round-")))
         self._open_metrics()
         return checkpoint
@@ -69,6 +80,7 @@ class RunFolder:
 
         The metrics are cut back to these. Returns the last round that they tell of.
         """
+        self._lock = FolderLock(self.path)
         write_atomically(self.path / "config.toml", dump_recipe(recipe))
         self._cut_metrics(rounds)
         self._open_metrics()
@@ -150,6 +162,9 @@ class RunFolder:
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def discard(self) -> None:
         """Remove a folder that `create` has made for a run which was then refused."""
@@ -201,6 +216,31 @@ def _command(recipe: Recipe) -> str:
     return "gossamer train" if recipe.run.world == "sim" else "gossamer launch"
 
 
+class FolderLock:
+    """Keeps a second process from writing to a folder, for as long as this one lives.
+
+    Raises `ConfigError` where another process has it. File systems without locks go unguarded.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise ConfigError(
+                f"another process is writing to the run in {str(path)!r}; wait until it has ended, "
+                f"or choose another folder"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                self.release()
+                raise
+
+    def release(self) -> None:
+        os.close(self._descriptor)
+
+
 def claim_folder(path: Path, *, resume: str) -> bool:
     """Make `path`; True where it did not exist. Raises `ConfigError` where something is in it."""
     if path.exists() and not path.is_dir():
@@ -212,7 +252,12 @@ def claim_folder(path: Path, *, resume: str) -> bool:
                 f"continue what is in it with: {resume}"
             )
         return False
-    _make(path)
+    try:
+        make_folder(path, exist_ok=False)
+    except FileExistsError:
+        raise ConfigError(
+            f"{str(path)!r} was made by another run just now; choose another"
+        ) from None
     return True
 
 
@@ -224,18 +269,22 @@ def claim_next(stem: str, parent: Path = Path("runs")) -> Path:
         taken = [int(match.group(1)) for name in names if (match := pattern.fullmatch(name))]
         path = parent / f"{stem}-{max(taken, default=0) + 1}"
         try:
-            _make(path)
+            make_folder(path, exist_ok=False)
         except FileExistsError:
             continue  # another process took the number a moment ago
         return path
 
 
-def _make(path: Path) -> None:
+def make_folder(path: Path, *, exist_ok: bool = True) -> None:
+    """Make `path` with its parents; `ConfigError` where that cannot be.
+
+    Raises `FileExistsError` where it is there already and `exist_ok` is false.
+    """
     try:
-        path.mkdir(parents=True)
-    except FileExistsError:
-        raise
+        path.mkdir(parents=True, exist_ok=exist_ok)
     except OSError as error:
+        if isinstance(error, FileExistsError) and not exist_ok:
+            raise
         raise ConfigError(f"cannot make the folder {str(path)!r}: {error.strerror}") from None
 
 
