@@ -89,12 +89,18 @@ class HeldTask(TinyMLP):
         return inputs, targets
 
 
-def hold_at(holds: Holds) -> None:
-    """Put the points into the library's own code."""
+def hold_at(holds: Holds, mute: dict[str, int]) -> None:
+    """Put the points into the library's own code.
+
+    Messages with all of `mute`'s properties (fields of a tag, and the receiver) are never written.
+    """
     put, recv, send = Sending._put, ClusterContext.recv, ClusterContext.send
     save_file = gossamer.cluster.checkpoint.save_file
 
     async def _put(self: Sending, call: Any, frame: bytes) -> None:
+        told = {"receiver": self.header.receiver, **self.header.tag._asdict()}
+        if mute and mute.items() <= told.items():
+            await asyncio.Event().wait()
         num_bytes = self.header.num_bytes
         place: int = self.__dict__.get("place", -1)  # -1: the header is next
         if place >= num_bytes and (self.header.tag.kind != "join" or self.header.tag.part):
@@ -202,7 +208,7 @@ def run_program(options: dict[str, Any], address: str) -> None:
     if options["program"] == "coordinator":
         run_coordinator(options, tell)
     else:
-        hold_at(holds)
+        hold_at(holds, options.get("mute", {}))
         run_worker(options, tell, holds)
     line.shutdown(socket.SHUT_WR)
 

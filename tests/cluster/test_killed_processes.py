@@ -136,6 +136,22 @@ def test_a_worker_that_is_back_at_once_does_not_hold_up_the_rounds_planned_with_
     check_agreement(others, 1, back_in)
 
 
+def test_a_worker_that_misses_a_vote_and_is_left_behind_gives_up_its_place_and_comes_back(
+    cluster: Start,
+) -> None:
+    """Worker 2's ballot never reaches worker 1, who cannot know that the others have agreed."""
+    run = cluster(**RUN, method="diloco", workers=3)
+    ballot = {"kind": "outer", "phase": 2, "round_index": 2, "receiver": 1}
+    for worker in range(3):
+        run.start(worker, **({"mute": ballot} if worker == 2 else {}))
+    missed = run.workers[1].wait("out_of_sync")
+    assert newest_round(run.workers[1]) == 2
+    assert run.coordinator.wait("lost", worker=1)["cause"] == "out_of_sync"
+    check_goes_on(run.others(1), 3, missed["at"])
+    back_in = check_joins(run, 1)
+    check_agreement(run.workers.values(), back_in, back_in + 2)
+
+
 def test_two_workers_that_are_killed_at_once_come_back(cluster: Start) -> None:
     run = cluster(**RUN, method="diloco", workers=4)
     run.start_all({worker: [("sending:outer", 2)] for worker in (1, 3)})
