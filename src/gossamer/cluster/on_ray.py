@@ -17,6 +17,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,13 +53,14 @@ class WorkerActor:
             start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": str(threads)},
         )
-        self._told: list[bytes] = []
+        self._told: deque[bytes] = deque()
         self._words: list[str] = []
         self._readers = [
             threading.Thread(target=self._read, args=(self._child.stdout, self._told.append)),
             threading.Thread(target=self._read, args=(self._child.stderr, self._hear)),
         ]
         for reader in self._readers:
+            reader.daemon = True
             reader.start()
 
     def _read(self, stream: Any, take: Callable[[bytes], None]) -> None:
@@ -74,8 +76,18 @@ class WorkerActor:
         if code is not None:
             for reader in self._readers:
                 reader.join()
-        told, self._told[:] = list(self._told), []
+        told = [self._told.popleft() for _ in range(len(self._told))]
         return told, code, self._words[-1] if self._words else ""
+
+    def close(self) -> None:
+        """Let go of a process that has ended, or is about to."""
+        self._child.wait()
+        for reader in self._readers:
+            reader.join()
+        for stream in (self._child.stdin, self._child.stdout, self._child.stderr):
+            if stream is not None:
+                stream.close()
+        self._folder.cleanup()
 
     def signal(self, number: int) -> None:
         """Send the process a signal."""
