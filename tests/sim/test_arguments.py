@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import gossamer.training.task as task_module
 from gossamer.comm.context import Context, MethodState
 from gossamer.errors import ConfigError, RunFailed
 from gossamer.methods import DiLoCo
@@ -142,3 +144,16 @@ def test_training_and_network_may_come_ready_made() -> None:
     ready = run(workers=None, rounds=None, training=Training(workers=2, rounds=2),
                 network=Network())  # fmt: skip
     assert ready.summary == run().summary
+
+
+def test_the_task_in_the_documentation_is_a_whole_one() -> None:
+    """And one that does not say what it counts: then batches are counted, not samples."""
+    assert task_module.__doc__ is not None
+    example = textwrap.dedent(task_module.__doc__.partition("\n\n")[2].partition("\nis a whole")[0])
+    names: dict[str, Any] = {"torch": torch}
+    exec(example, names)
+    summary = run(
+        task=names["Quadratic"](), rounds=3, training=Training(learning_rate=0.05)
+    ).summary
+    assert summary["eval_loss"] < run(task=names["Quadratic"](), rounds=1).summary["eval_loss"]
+    assert (summary["unit"], summary["samples"], summary["tokens"]) == ("batches", 3 * 2 * 2, None)

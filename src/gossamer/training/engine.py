@@ -55,7 +55,7 @@ class Engine:
         if real:
             _check_has_storage(self.model)
         self.buffer_layout = BufferLayout.of(self.model)
-        self.unit = task.unit if isinstance(task, Counts) else "samples"
+        self.unit = task.unit if isinstance(task, Counts) else "batches"
         self.units_per_batch = task.units_per_batch if isinstance(task, Counts) else 1
         self._parameters = dict(self.model.named_parameters())
         first = self._parameters[self.layout.names[0]]

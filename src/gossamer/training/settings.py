@@ -20,7 +20,11 @@ _READ_BY = {
 
 
 class Training(Settings):
-    """Inner training. Defaults follow the DiLoCo lineage, at the size of the shipped text task."""
+    """Inner training. Defaults follow the DiLoCo lineage, at the size of the shipped text task.
+
+    `batch_size` and `sequence_length` shape a recipe's task. A task that a program makes has its
+    own, and does not see them.
+    """
 
     workers: int = Field(8, ge=1, description="number of workers")
     rounds: int = Field(60, ge=1, description="number of rounds")

@@ -3,7 +3,9 @@
     class Quadratic:
         def build(self): return torch.nn.Linear(4, 1, bias=False)
         def loss(self, model, batch): return (model(batch) ** 2).mean()
-        def train_batch(self, worker, step): return torch.randn(8, 4, generator=seed(worker, step))
+        def train_batch(self, worker, step):
+            source = torch.Generator().manual_seed(1000 * worker + step)
+            return torch.randn(8, 4, generator=source)
         def eval_batches(self): return [torch.eye(4)]
 
 is a whole task. Text and image tasks add predictions (for the Jensen-Shannon distance) and names
@@ -25,7 +27,7 @@ class Task(Protocol):
     """A learning problem."""
 
     def build(self) -> nn.Module:
-        """A new model. Called under a seeded generator, so every call gives the same weights."""
+        """A new model. Called under a generator seeded by the run, so its weights are fixed."""
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean loss over the batch, a scalar with gradient."""
