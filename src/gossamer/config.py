@@ -6,6 +6,7 @@ A recipe is refused as a whole and early: `load_recipe` finds every fault of spe
 
 from __future__ import annotations
 
+import fnmatch
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -329,10 +330,14 @@ def variant(recipe: Recipe, text: str) -> Recipe:
 
 
 def first_difference(old: Recipe, new: Recipe, *, ignore: Sequence[str] = ()) -> str | None:
-    """The first dotted key in which two recipes differ, with both values; None where equal."""
+    """The first dotted key in which two recipes differ, with both values; None where equal.
+
+    Keys that match one of the globs in `ignore` may differ.
+    """
     before, after = dict(_flat(recipe_tables(old))), dict(_flat(recipe_tables(new)))
     for key in dict.fromkeys([*before, *after]):
-        if key not in ignore and before.get(key) != after.get(key):
+        ignored = any(fnmatch.fnmatchcase(key, pattern) for pattern in ignore)
+        if not ignored and before.get(key) != after.get(key):
             return f"{key} was {before.get(key)!r}, now {after.get(key)!r}"
     return None
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from gossamer.commands.launching import Plan
     from gossamer.config import Recipe
 
+# What may change when a run is continued; the workers' number, as newcomers take a donor's state.
+RESUMABLE_CHANGES = ("train.workers", "run.threads", "run.world", "measure.*", "cluster.*")
+
 
 def launch(
     recipe: OptionalRecipeArgument = None,
@@ -89,7 +92,6 @@ def _new(path: Path, changes: list[str], out: Path | None) -> Plan:
 
 
 def _resumed(path: Path, recipe: Path | None, changes: list[str]) -> Plan:
-    from gossamer.cluster.settings import ClusterSettings
     from gossamer.commands.launching import Plan, first_round
     from gossamer.commands.train import resumed_recipe
     from gossamer.config import prepare
@@ -99,10 +101,10 @@ def _resumed(path: Path, recipe: Path | None, changes: list[str]) -> Plan:
     folder = RunFolder(path)
     if folder.recipe().run.world != "cluster":
         raise ConfigError(f"{str(path)!r} is a simulated run: gossamer train --resume {path}")
-    may_change = ("train.workers", "run.threads", "run.world",
-                  *(f"cluster.{name}" for name in ClusterSettings.model_fields))  # fmt: skip
     asked = _with_threads(
-        resumed_recipe(folder, recipe, [*changes, "run.world=cluster"], may_change=may_change)
+        resumed_recipe(
+            folder, recipe, [*changes, "run.world=cluster"], may_change=RESUMABLE_CHANGES
+        )
     )
     prepare(asked)
     job = job_of(asked)

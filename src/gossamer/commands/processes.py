@@ -221,6 +221,8 @@ def worker(
         events=_tell_launcher if tied else _tell_people,
         digests=False,
     )
+    if not tied:
+        print_note(f"joining the run of the coordinator at {join or cluster.coordinator}")
     summary = asyncio.run(_take_part(process, tied=tied))
     if tied:
         _tell_launcher("end", summary)

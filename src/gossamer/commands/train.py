@@ -114,6 +114,6 @@ def resumed_recipe(
     if difference is not None:
         raise ConfigError(
             f"cannot resume {str(folder.path)!r} with another configuration: {difference}; only "
-            f"{' and '.join(may_change)} may change"
+            f"{', '.join(may_change[:-1])} and {may_change[-1]} may change"
         )
     return asked
