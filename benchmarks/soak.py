@@ -16,13 +16,15 @@ import multiprocessing
 import os
 import signal
 import statistics
+import sys
 import tempfile
 import threading
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -38,6 +40,8 @@ FORK = multiprocessing.get_context("fork")  # torch is imported once
 PAGE_KIB = os.sysconf("SC_PAGE_SIZE") // 1024
 SAMPLE_EVERY = 5
 SILENCE_S = 60.0
+
+T = TypeVar("T")
 
 
 def make_job(options: argparse.Namespace) -> Job:
@@ -62,6 +66,21 @@ def usage() -> dict[str, int]:
     }
 
 
+def show_tasks(name: str) -> None:
+    """What every task of this process waits for, on stderr."""
+    print(f"--- {name}", file=sys.stderr)
+    for task in asyncio.all_tasks():
+        task.print_stack(file=sys.stderr)
+    sys.stderr.flush()
+
+
+async def explained(name: str, work: Coroutine[Any, Any, T]) -> T:
+    """`work`, with its tasks shown where a signal asks for them."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGUSR1, show_tasks, name)
+    return await work
+
+
 def work(options: argparse.Namespace, worker: int, address: str, pipe: Connection) -> None:
     """A worker's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -76,7 +95,7 @@ def work(options: argparse.Namespace, worker: int, address: str, pipe: Connectio
     process = WorkerProcess(
         make_job(options), coordinator=address, worker=worker, events=tell, digests=False
     )
-    summary = asyncio.run(process.run())
+    summary = asyncio.run(explained(f"worker {worker}", process.run()))
     pipe.send(("end", {"records": summary["records"]}))
 
 
@@ -164,6 +183,9 @@ class Soak:
         while len(self.ended) < options.workers and time.monotonic() - began < options.seconds:
             ready = wait([p for w, p in self.pipes.items() if w not in self.ended], SILENCE_S)
             if not ready:
+                for process in self.processes.values():
+                    os.kill(process.pid or 0, signal.SIGUSR1)
+                time.sleep(2.0)
                 raise SystemExit(f"nothing happened for {SILENCE_S:g} s in round {self.newest}")
             for worker, pipe in list(self.pipes.items()):
                 if pipe in ready:

@@ -13,6 +13,7 @@ import torch
 from gossamer.cluster.context import ClusterContext, Progress
 from gossamer.cluster.limits import Limits
 from gossamer.cluster.transport import GrpcTransport
+from gossamer.comm.collectives import all_reduce_until_complete
 from gossamer.comm.context import Round, Tag
 from gossamer.comm.members import MemberLog
 from gossamer.errors import LinkFailed, OutOfSync, PeerLost
@@ -85,11 +86,11 @@ def test_settled_is_when_all_has_arrived_or_failed() -> None:
     run(scene())
 
 
-def make_context(transport: GrpcTransport, log: MemberLog) -> ClusterContext:
+def make_context(transport: GrpcTransport, log: MemberLog, *, worker: int = 0) -> ClusterContext:
     """A context that only ever sends and receives."""
     unused: Any = None
     return ClusterContext(
-        worker=0, num_workers=3, num_rounds=9, seed=0, deadline_s=20.0, engine=unused,
+        worker=worker, num_workers=3, num_rounds=9, seed=0, deadline_s=20.0, engine=unused,
         replica=unused, transport=transport, members=lambda: log, boundary=unused,
         thread=unused, progress=Progress(),
     )  # fmt: skip
@@ -113,6 +114,34 @@ def test_a_worker_that_has_left_a_round_is_not_waited_for_though_it_is_back() ->
             await ctx.send(1, tag, numbers(5)).delivered()
             second.send(0, tag, numbers(7))
             assert same_bits(await ctx.recv(1, tag), numbers(7))
+
+    run(scene())
+
+
+def test_workers_that_began_a_round_with_different_members_agree_at_once() -> None:
+    """One was told that a third is gone when it began, the other when it had begun already."""
+
+    async def scene() -> None:
+        logs = [MemberLog((0, 1, 2), lead=1) for _ in range(2)]
+        begun = Round(1, logs[1].planned(1))
+        async with two() as ends:
+            contexts = [make_context(ends[w], logs[w], worker=w) for w in range(2)]
+            values = [torch.full((6,), float(w)) for w in range(2)]
+            late = asyncio.ensure_future(
+                all_reduce_until_complete(contexts[1], begun, "outer", values[1])
+            )
+            await asyncio.sleep(0)
+            for log in logs:
+                log.start(0)
+                log.remove(2)
+            ends[1].peer_lost(2)
+            ends[1].forsake(contexts[1].is_superseded, LinkFailed("other members"))
+            planned = Round(1, logs[0].planned(1))
+            async with asyncio.timeout(contexts[0].deadline / 2):
+                agreed = await all_reduce_until_complete(contexts[0], planned, "outer", values[0])
+                assert await late == agreed
+            assert agreed.members.workers == (0, 1)
+            assert all(torch.equal(v, torch.full((6,), 0.5)) for v in values)
 
     run(scene())
 

@@ -83,7 +83,8 @@ async def all_reduce_until_complete(
         CollectiveFailed: `ATTEMPTS_MAX` attempts failed.
     """
     check_finite(ctx, values, f"{kind} vector")
-    for attempt in range(ATTEMPTS_MAX):
+    attempt = 0
+    for _ in range(ATTEMPTS_MAX):
         if ctx.worker not in round_.members:
             raise OutOfSync(f"worker {ctx.worker} is no longer a member in round {round_.index}")
         try:
@@ -91,7 +92,9 @@ async def all_reduce_until_complete(
             await all_reduce_mean(ctx, tag, round_.members.workers, values)
         except CollectiveFailed:
             ctx.record("retries", 1.0)
-            round_ = ctx.refresh_members(round_)
+            epoch, round_ = round_.members.epoch, ctx.refresh_members(round_)
+            # Counted anew with other members: some may have begun with them, and all shall meet.
+            attempt = attempt + 1 if round_.members.epoch == epoch else 0
         else:
             return round_
     raise CollectiveFailed(f"{kind} all-reduce of round {round_.index}: {ATTEMPTS_MAX} attempts")
