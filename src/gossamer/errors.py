@@ -1,22 +1,23 @@
 """Every exception that Gossamer raises on purpose.
 
-    GossamerError
-    ├── ConfigError (ValueError)      the user's mistake, found before a run (exit 2)
-    ├── CheckpointError               a checkpoint is missing, damaged or of another run
-    ├── NonFiniteError                a loss, gradient or parameter became NaN or infinite
-    ├── CommError                     a peer or a link let us down; the method decides what it means
-    │   ├── LinkFailed                a transfer was lost on the way
-    │   │   └── PayloadCorrupt        it arrived, but damaged or non-finite
-    │   ├── PeerLost                  the process at the other end is gone
-    │   ├── TimedOut                  nothing came within the deadline
-    │   ├── CollectiveFailed          an all-or-nothing collective did not complete
-    │   └── OutOfSync                 the others have gone on without us: take a donor's state
-    ├── SimulationError               the simulated world found something that must not happen
-    │   ├── Deadlock                  every task waits and no timer is left
-    │   ├── DataRace                  a payload was written to while it was on its way
-    │   └── InvariantViolated         an internal consistency check failed
-    ├── RunFailed                     the run cannot go on (exit 3)
-    └── Interrupted                   stopped by the user; a checkpoint exists (exit 130)
+GossamerError
+├── ConfigError (ValueError)      the user's mistake, found before a run (exit 2)
+│   └── JoinRefused               a coordinator refuses a process (in cluster.control)
+├── CheckpointError               a checkpoint is missing, damaged or of another run
+├── NonFiniteError                a loss, gradient or parameter became NaN or infinite
+├── CommError                     a peer or a link let us down; the method decides what it means
+│   ├── LinkFailed                a transfer was lost on the way
+│   │   └── PayloadCorrupt        it arrived, but damaged or non-finite
+│   ├── PeerLost                  the process at the other end is gone
+│   ├── TimedOut                  nothing came within the deadline
+│   ├── CollectiveFailed          an all-or-nothing collective did not complete
+│   └── OutOfSync                 the others have gone on without us: take a donor's state
+├── SimulationError               the simulated world found something that must not happen
+│   ├── Deadlock                  every task waits and no timer is left
+│   ├── DataRace                  a payload was written to while it was on its way
+│   └── InvariantViolated         an internal consistency check failed
+├── RunFailed                     the run cannot go on (exit 3)
+└── Interrupted                   stopped by the user; a checkpoint exists (exit 130)
 """
 
 from __future__ import annotations
