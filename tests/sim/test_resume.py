@@ -10,10 +10,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 
 from gossamer.errors import CheckpointError, ConfigError, Interrupted, RunFailed
 from gossamer.measure.settings import Measure
 from gossamer.methods import DataParallel, DiLoCo, FactoredGossip, LocalSGD, Method
+from gossamer.sim import checkpoint
 from gossamer.sim.compute import Timing
 from gossamer.sim.faults import CrashAt, Faults, Hang, Outage
 from gossamer.sim.listener import NullListener, StopFlag
@@ -174,3 +176,24 @@ def test_damaged_checkpoints_are_refused(tmp_path):
     state.write_text(json.dumps({**json.loads(text), "schema_version": 99}))
     with pytest.raises(CheckpointError, match="schema 99"):
         run(METHODS[2], resume=tmp_path)
+
+
+def test_a_full_disk_leaves_the_older_checkpoints_and_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = DiLoCo(inner_steps=2)
+    whole = run(method)
+    save_file, room = checkpoint.save_file, [12]  # files: two checkpoints of five
+
+    def save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        room[0] -= 1
+        if room[0] < 0:
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+        save_file(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", save)
+    with pytest.raises(OSError, match=r"cannot write .*worker-\d+.safetensors: .*No space left"):
+        run(method, checkpoint_dir=tmp_path, checkpoint_every=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["round-000001", "round-000002"]
+    monkeypatch.undo()
+    assert run(method, resume=tmp_path).summary == whole.summary

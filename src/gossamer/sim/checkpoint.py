@@ -111,10 +111,13 @@ class CheckpointWriter:
         tensors = {"parameters": replica.parameters, "buffers": replica.buffers}
         tensors["counters"] = replica.counters
         tensors |= {f"moments.{n}": t for n, t in replica.optimizer.state_tensors().items()}
-        save_file(
-            {name: tensor.contiguous().clone() for name, tensor in (tensors | more).items()},
-            self._aside / f"worker-{replica.worker:03d}.safetensors",
-        )
+        path = self._aside / f"worker-{replica.worker:03d}.safetensors"
+        whole = {name: tensor.contiguous().clone() for name, tensor in (tensors | more).items()}
+        try:
+            save_file(whole, path)
+        except SafetensorError as error:  # a full disk, as the library says it
+            shutil.rmtree(self._aside, ignore_errors=True)
+            raise OSError(f"cannot write {path}: {error}") from None
 
     def add_worker(self, world: World, ctx: SimContext, state: MethodState) -> None:
         """Save one worker as it passes the boundary."""
