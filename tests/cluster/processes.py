@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -128,7 +129,8 @@ class Process:
     def end(self) -> None:
         """Make sure that it is gone."""
         if self.pid and not self.ended:
-            os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it ended, and we have not heard yet
+                os.kill(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
         if self._line is not None:
