@@ -35,6 +35,7 @@ from torch import Tensor
 import gossamer.cluster.checkpoint
 import gossamer.cluster.worker
 from gossamer.cluster.context import ClusterContext
+from gossamer.cluster.control import Client
 from gossamer.cluster.coordinator import serve
 from gossamer.cluster.job import Job
 from gossamer.cluster.outbox import Sending
@@ -58,8 +59,10 @@ class Holds:
         self._wanted = {(point, round_index) for point, round_index in wanted}
         self._tell = tell
         self._released = threading.Semaphore(0)
+        self.told = False
 
     def release(self) -> None:
+        self.told = True
         self._released.release()
 
     def reach(self, point: str, round_index: int) -> None:
@@ -126,6 +129,16 @@ def hold_at(holds: Holds, mute: dict[str, int]) -> None:
     ClusterContext.send = held_send  # type: ignore[method-assign]
     ClusterContext.recv = held_recv  # type: ignore[method-assign]
     gossamer.cluster.checkpoint.save_file = held_save
+
+
+def be_quiet(holds: Holds) -> None:
+    """Report nothing to the coordinator until the test writes a line."""
+    report = Client.report
+
+    async def quiet_report(self: Client, **options: Any) -> bool:
+        return await report(self, **options) if holds.told else False
+
+    Client.report = quiet_report  # type: ignore[method-assign,assignment]
 
 
 def make_job(options: dict[str, Any], reach: Callable[[str, int], None]) -> Job:
@@ -209,6 +222,8 @@ def run_program(options: dict[str, Any], address: str) -> None:
         run_coordinator(options, tell)
     else:
         hold_at(holds, options.get("mute", {}))
+        if options.get("quiet"):
+            be_quiet(holds)
         run_worker(options, tell, holds)
     line.shutdown(socket.SHUT_WR)
 

@@ -152,6 +152,25 @@ def test_a_worker_that_misses_a_vote_and_is_left_behind_gives_up_its_place_and_c
     check_agreement(run.workers.values(), back_in, back_in + 2)
 
 
+def test_a_donor_that_has_passed_the_joiners_round_already_says_so_at_once(cluster: Start) -> None:
+    """News is late: the coordinator has not heard how far they are, and lets one in at a round that
+    they do already. They would wait for it there, and it for them.
+    """
+    run = cluster(**RUN, method="diloco", workers=3)
+    run.start_all(quiet=True)
+    run.workers[0].wait("boundary", round=5)
+    run.workers[1].kill()
+    others = run.others(1)
+    run.start(1)
+    since_s = run.coordinator.wait("entry", worker=1, start="donor")["at"]
+    for process in others:
+        process.go()
+    died_in = max(newest_round(p) for p in others)
+    check_goes_on(others, died_in, since_s)
+    back_in = check_joins(run, 1)
+    check_agreement(run.workers.values(), back_in, back_in + 2)
+
+
 def test_two_workers_that_are_killed_at_once_come_back(cluster: Start) -> None:
     run = cluster(**RUN, method="diloco", workers=4)
     run.start_all({worker: [("sending:outer", 2)] for worker in (1, 3)})

@@ -20,7 +20,7 @@ from gossamer.comm.members import EPOCH_BITS, MemberLog
 from gossamer.comm.rounds import Rounds
 from gossamer.comm.tasks import TaskGroup
 from gossamer.comm.transport import Transport
-from gossamer.errors import CommError, LinkFailed, PeerLost
+from gossamer.errors import CommError, PeerLost
 from gossamer.seeding import torch_stream
 from gossamer.training.layout import ParameterLayout
 from gossamer.training.replica import Replica
@@ -209,10 +209,8 @@ class ClusterContext:
         self.progress.counter += 1
         self.progress.waits += 1
         try:
-            if not self._members().takes_part(src, tag.round_index):
-                raise PeerLost(f"worker {src} takes no part in round {tag.round_index}")
-            if self.is_superseded(src, tag):
-                raise LinkFailed(f"round {tag.round_index} has other members by now")
+            if self.is_forsaken(src, tag):
+                raise PeerLost(f"worker {src} takes no part in this round, as is known by now")
             return await self._transport.recv(src, tag, wait_s)
         except CommError:
             self.progress.failed_transfers += 1
@@ -221,13 +219,17 @@ class ClusterContext:
             self.progress.counter += 1
             self.progress.waits -= 1
 
-    def is_superseded(self, src: int, tag: Tag) -> bool:
-        """Whether it is known by now that a round has other members than the tag says.
+    def is_forsaken(self, src: int, tag: Tag) -> bool:
+        """Whether it is known by now that a message will not come, or to other members only.
 
-        Where rounds are shorter than news from the coordinator takes, a change may come when some
-        have begun its first round without it.
+        Its sender has left the round, or the round has other members than the tag says: where
+        rounds are shorter than news from the coordinator takes, a change may come when some have
+        begun its first round without it.
         """
-        planned = self._members().of_round(tag.round_index).epoch
+        log = self._members()
+        if not log.takes_part(src, tag.round_index):
+            return True
+        planned = log.of_round(tag.round_index).epoch
         return tag.kind not in STATE_KINDS and tag.epoch >> EPOCH_BITS != planned
 
     async def _in_thread(self, work: Callable[[], R]) -> R:

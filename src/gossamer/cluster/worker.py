@@ -15,16 +15,17 @@ from gossamer.cluster.certs import Credentials
 from gossamer.cluster.checkpoint import WorkerCheckpoints
 from gossamer.cluster.context import ClusterContext, Progress, Stopped, Trains
 from gossamer.cluster.control import Client
+from gossamer.cluster.donor import Donor, join_tag
 from gossamer.cluster.job import Work
 from gossamer.cluster.limits import Limits
 from gossamer.cluster.messages import Entry, View
 from gossamer.cluster.peers import Peers
 from gossamer.cluster.results import write_results
 from gossamer.cluster.transport import GrpcTransport
-from gossamer.comm.context import MethodState, Tag
-from gossamer.comm.donation import accept, digest, donate, pack, share_start
+from gossamer.comm.context import MethodState
+from gossamer.comm.donation import accept, digest, share_start
 from gossamer.comm.state import state_tensors
-from gossamer.errors import ConfigError, LinkFailed, NonFiniteError, OutOfSync, PayloadCorrupt
+from gossamer.errors import ConfigError, NonFiniteError, OutOfSync, PayloadCorrupt, PeerLost
 from gossamer.training.replica import Replica
 
 Events = Callable[[str, dict[str, Any]], None]
@@ -86,8 +87,6 @@ class WorkerProcess:
         self._changed = asyncio.Event()
         self.root: Path | None = None
         self._checkpoints: WorkerCheckpoints | None = None
-        self._served: dict[tuple[int, int, int], None] = {}  # worker, incarnation, attempt
-        self._donations: list[asyncio.Task[None]] = []
         self._ctx: ClusterContext | None = None
         self._method: asyncio.Task[None] | None = None
         self._out_of_sync: OutOfSync | None = None
@@ -147,8 +146,7 @@ class WorkerProcess:
     async def _close_transport(self) -> None:
         if self._ctx is not None:
             self._ctx.stopping = True
-        for task in self._donations:
-            task.cancel()
+        self._donor.cancel()
         await self._transport.close(0.0 if self.stopped else CLOSE_GRACE_S)
 
     async def _open_transport(self) -> None:
@@ -163,6 +161,7 @@ class WorkerProcess:
             worker, status.run_id, listen=self._listen, credentials=self._credentials,
             rate=self._rate, delay_s=self._delay_s, limits=self._limits(),
         )  # fmt: skip
+        self._donor = Donor(worker, self.job.moments, self._reassign)
         self._peers = Peers(
             worker, self._transport, lambda lost: self._events("lost", {"worker": lost})
         )
@@ -205,8 +204,9 @@ class WorkerProcess:
         self._peers.apply(view)
         self._log = view.log.member_log()
         if self._ctx is not None:
-            changed = LinkFailed("the members of the round have changed")
-            self._transport.forsake(self._ctx.is_superseded, changed)
+            changed = PeerLost("the members of the round have changed")
+            self._transport.forsake(self._ctx.is_forsaken, changed)
+        self._donor.at_news(view)
         self._changed.set()
 
     async def _watch(self) -> None:
@@ -285,8 +285,7 @@ class WorkerProcess:
 
     async def _hand_over(self) -> None:
         """What others still need of this worker arrives before it says that it has finished."""
-        if self._donations:
-            await asyncio.wait(self._donations)
+        await self._donor.finish()
         await self._transport.settled()
 
     async def _run_method(self, state: MethodState) -> None:
@@ -308,6 +307,7 @@ class WorkerProcess:
         # A method that was cancelled may still be in a step, which would write to the parameters.
         await asyncio.get_running_loop().run_in_executor(self._thread, _nothing)
         self._ctx = self._new_context()
+        self._donor.begin()
         while True:
             entry = await self._entry()
             blank = self.job.method.init(self._replica)
@@ -351,7 +351,7 @@ class WorkerProcess:
     async def _take_donation(self, entry: Entry, blank: MethodState) -> MethodState | None:
         assert self._ctx is not None and entry.donor is not None
         started = time.monotonic()
-        tag = Tag("join", entry.round, step=entry.attempt)
+        tag = join_tag(entry)
         # The donor may be in the middle of a long round; if it is lost or cannot, there is news.
         work = accept(self._ctx, entry.donor, tag, blank, self.job.moments, patience_s=math.inf)
         try:
@@ -362,7 +362,7 @@ class WorkerProcess:
         if not self._holds(entry):
             return None
         if state is None:
-            self._apply(await self._client.reassign(self.worker, entry.attempt, reason))
+            await self._reassign(entry, reason)
             return None
         if self.job.moments == "keep" and self._checkpoints is not None:
             self._checkpoints.load_moments(self._replica)
@@ -376,6 +376,10 @@ class WorkerProcess:
             },
         )
         return state
+
+    async def _reassign(self, entry: Entry, reason: str) -> None:
+        """A state does not get to a joiner: it needs another donor."""
+        self._apply(await self._client.reassign(entry.worker, entry.attempt, reason))
 
     def _holds(self, entry: Entry) -> bool:
         """Whether this is still what the coordinator has decided."""
@@ -428,7 +432,8 @@ class WorkerProcess:
             raise self._out_of_sync
         if self._log.is_gone(self.worker):
             raise OutOfSync(f"worker {self.worker} was given up by the others")
-        await self._serve_joiners(ctx, state)
+        assert self._view is not None
+        self._donor.at_boundary(ctx, state, self._view)
         index = state.rounds_completed
         every = self.job.checkpoint_every
         if self._checkpoints is not None and index and every and index % every == 0:
@@ -448,28 +453,6 @@ class WorkerProcess:
                 **progress.totals(),
             },
         )
-
-    async def _serve_joiners(self, ctx: ClusterContext, state: MethodState) -> None:
-        assert self._view is not None
-        for entry in self._view.entries:
-            key = (entry.worker, entry.incarnation, entry.attempt)
-            mine = entry.start == "donor" and entry.donor == self.worker
-            if not mine or key in self._served or entry.round > state.rounds_completed:
-                continue
-            self._served[key] = None
-            if entry.round < state.rounds_completed:
-                work = self._decline(entry)  # in the background: the coordinator may be away
-            else:
-                donation = pack(self._replica, state, self.job.moments)
-                tag = Tag("join", entry.round, step=entry.attempt)
-                work = donate(ctx, entry.worker, tag, donation)
-            task = asyncio.create_task(work, name=f"donor of worker {entry.worker}")
-            self._donations = [t for t in self._donations if not t.done()] + [task]
-
-    async def _decline(self, entry: Entry) -> None:
-        reason = f"worker {self.worker} had passed round {entry.round} already"
-        with suppress(OutOfSync):
-            self._apply(await self._client.reassign(entry.worker, entry.attempt, reason))
 
     def _finish(self, state: MethodState | None) -> dict[str, Any]:
         """The worker's results, written to its folder."""

@@ -350,8 +350,10 @@ async def _share_results(
 
 async def send_until_delivered(
     ctx: Context, dst: int, tag: Tag, payload: Tensor, exact: bool
-) -> None:
-    """Send again while the link loses it; give up where the peer itself is gone."""
+) -> bool:
+    """Send again while the link loses it, and say whether it arrived; no more where the peer is
+    gone.
+    """
     for attempt in range(RESENDS_MAX):
         transfer = ctx.send(dst, tag._replace(attempt=tag.attempt + attempt), payload, exact=exact)
         try:
@@ -359,9 +361,10 @@ async def send_until_delivered(
         except LinkFailed:
             continue
         except CommError:
-            return
-        return
+            return False
+        return True
     ctx.record("results_lost", 1.0)
+    return False
 
 
 async def recv_until_delivered(

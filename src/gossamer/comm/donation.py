@@ -59,14 +59,18 @@ def pack(replica: Replica, state: MethodState, moments: Moments) -> Donation:
     return Donation(header, tensors)
 
 
-async def donate(ctx: Context, joiner: int, tag: Tag, donation: Donation) -> None:
-    """Send a donation; gives up quietly where the joiner is gone again."""
+async def donate(ctx: Context, joiner: int, tag: Tag, donation: Donation) -> bool:
+    """Send a donation; whether the joiner has all of it."""
     text = json.dumps(donation.header).encode()
     head = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    await send_until_delivered(ctx, joiner, tag, head, exact=True)
+    if not await send_until_delivered(ctx, joiner, tag, head, exact=True):
+        return False
     for part, tensor in enumerate(donation.tensors, start=1):
         small = tensor.numel() < ctx.replica.layout.numel  # stands for nothing larger
-        await send_until_delivered(ctx, joiner, tag._replace(part=part), tensor, exact=small)
+        part_tag = tag._replace(part=part)
+        if not await send_until_delivered(ctx, joiner, part_tag, tensor, exact=small):
+            return False
+    return True
 
 
 async def accept(

@@ -34,7 +34,7 @@ class Joins:
     def __init__(self, world: World) -> None:
         self._world = world
         self._pending: dict[int, Join] = {}
-        self._transfers: list[asyncio.Task[None]] = []
+        self._transfers: list[asyncio.Task[bool]] = []
         self.attempts = [0] * world.num_workers
 
     async def join(self, worker: int) -> tuple[SimContext, MethodState] | None:
@@ -124,7 +124,7 @@ class Joins:
             task.cancel()
 
 
-def _raise_error(task: asyncio.Task[None]) -> None:
+def _raise_error(task: asyncio.Task[bool]) -> None:
     """A donor's background work that fails is a fault of ours: end the run with it."""
     if not task.cancelled():
         task.result()
