@@ -90,6 +90,10 @@ def _plug_in(hosts: Hosts, hub: str, host: int, mbit: float) -> None:
     name, port = hosts._name(host), f"p{host}"
     _ip("netns", "add", name)
     _ip("-n", name, "link", "set", "lo", "up")
+    # Where several flows share a link, plain sockets with BBR use 74 % of such a line and with Reno
+    # 99 %: what is measured here shall be our transport, and not the kernel's congestion control.
+    subprocess.run([*hosts.inside(host), "sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno"],
+                   check=True)  # fmt: skip
     _ip("link", "add", f"e{host}", "netns", name, "type", "veth", "peer", "name", port,
         "netns", hub)  # fmt: skip
     _ip("-n", hub, "link", "set", port, "master", "br0", "up")
