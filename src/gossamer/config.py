@@ -28,51 +28,9 @@ from gossamer.sim.network import Network
 from gossamer.training.layout import ParameterLayout
 from gossamer.training.settings import Training
 from gossamer.training.task import Prepares, Task
-from gossamer.training.text import TextTask
+from gossamer.training.task_settings import TASKS, TaskSettings, TextSettings
 
 S = TypeVar("S", bound=Settings)
-
-SHIPPED_TEXTS = ("shakespeare",)
-
-
-class TextSettings(Settings):
-    """`[task]` with name = "text": language modelling on bytes."""
-
-    name: Literal["text"] = Field("text", description="kind of task")
-    model: str = Field("llama-tiny", description="size of the decoder, such as llama-tiny")
-    data: str = Field("shakespeare", description="a shipped text or the path of a text file")
-    eval_sequences: int = Field(64, ge=1, description="held-out sequences that are evaluated")
-    probe_sequences: int = Field(2, ge=1, description="those of them for the JS distance")
-
-    def located(self, base: Path) -> TextSettings:
-        """The same with `data` as an absolute path, looked for in `base`, then in the cwd."""
-        if self.data in SHIPPED_TEXTS:
-            return self
-        for folder in (base, Path.cwd()):
-            if (folder / self.data).is_file():
-                return self.model_copy(update={"data": str((folder / self.data).resolve())})
-        raise ConfigError(
-            f"task.data: no file {self.data!r} in {base} or {Path.cwd()}; give the path of a text "
-            f"file, or a shipped text ({', '.join(SHIPPED_TEXTS)})"
-        )
-
-    def build(self, train: Training) -> Task:
-        """The task itself. Raises `ConfigError` for an unknown model or unusable data."""
-        try:
-            return TextTask(
-                model=self.model,
-                data=self.data,
-                batch_size=train.batch_size,
-                sequence_length=train.sequence_length,
-                eval_sequences=self.eval_sequences,
-                probe_sequences=self.probe_sequences,
-            )
-        except ConfigError as error:
-            raise ConfigError(f"task: {error}") from None
-
-
-TaskSettings = TextSettings  # a union once there are more
-TASKS: dict[str, type[TaskSettings]] = {"text": TextSettings}
 
 
 class RunSettings(Settings):
@@ -130,7 +88,7 @@ class Recipe(Settings):
     """A whole run."""
 
     seed: int = Field(0, ge=0, lt=2**63, description="fixes everything random")
-    task: Annotated[TaskSettings, BeforeValidator(parse_task)] = Field(
+    task: Annotated[SerializeAsAny[TaskSettings], BeforeValidator(parse_task)] = Field(
         default_factory=TextSettings, description="what is learned"
     )
     train: Training = Field(default_factory=Training, description="inner training")

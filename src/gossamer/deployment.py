@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gossamer.cluster.job import DEADLINE_S, Job
-from gossamer.config import SHIPPED_TEXTS, Recipe
+from gossamer.config import Recipe
 
 if TYPE_CHECKING:
     from gossamer.cluster.certs import Credentials
@@ -31,11 +31,14 @@ def job_of(recipe: Recipe) -> Job:
 
 
 def _about_task(recipe: Recipe) -> dict[str, Any]:
-    """The task's settings; a file of one's own by its content, as it may lie elsewhere."""
+    """The task's settings; files of one's own by their content, as they may lie elsewhere."""
     about = recipe.task.model_dump(mode="json")
-    if recipe.task.data not in SHIPPED_TEXTS:
-        with Path(recipe.task.data).open("rb") as file:
-            about["data"] = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+    for name, paths in recipe.task.files().items():
+        digests = []
+        for path in paths:
+            with path.open("rb") as file:
+                digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+        about[name] = "sha256:" + "+".join(digests)
     return about
 
 

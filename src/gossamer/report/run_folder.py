@@ -144,7 +144,7 @@ class RunFolder:
         about = {
             "schema_version": SCHEMA_VERSION,
             "task": recipe.task.name,
-            "model": recipe.task.model,
+            "model": recipe.task.architecture,
             "sequence_length": recipe.train.sequence_length,
         }
         write_atomically(self.path / "model.json", to_json(about, indent=2) + "\n")
