@@ -22,7 +22,7 @@ HEADER = Header(
     run_id="run",
     sender=0,
     receiver=1,
-    tag=Tag("mix1", 3, 1, 2, 4, 5, 6),
+    tag=Tag("mix1", 3, 1, 2, 4, 5, 6, 7),
     dtype=torch.float32,
     shape=(2, 3),
     exact=False,
@@ -37,7 +37,7 @@ headers = st.builds(
     run_id=texts,
     sender=st.integers(0, 2**32 - 1),
     receiver=st.integers(0, 2**32 - 1),
-    tag=st.builds(Tag, texts, numbers, numbers, numbers, numbers, numbers, numbers),
+    tag=st.builds(Tag, texts, *[numbers] * 7),
     dtype=st.sampled_from(list(DTYPES.values())),
     shape=st.lists(st.integers(0, 64), max_size=7).map(tuple),
     exact=st.booleans(),
@@ -129,10 +129,10 @@ def changed(offset: int, layout: str, value: int) -> bytes:
         (changed(2, ">B", 65), Reason.MALFORMED),  # more dimensions than a tensor can have
         (changed(2, ">B", 1), Reason.MALFORMED),  # fewer than there are
         (changed(11, ">q", -1), Reason.MALFORMED),  # round -1
-        (changed(59, ">Q", 23), Reason.SIZE),  # lying lengths
-        (changed(59, ">Q", 2**64 - 1), Reason.SIZE),
-        (changed(115, ">Q", 2**63), Reason.SIZE),  # absurd shapes
-        (changed(115, ">Q", 2**47), Reason.SIZE),
+        (changed(67, ">Q", 23), Reason.SIZE),  # lying lengths
+        (changed(67, ">Q", 2**64 - 1), Reason.SIZE),
+        (changed(123, ">Q", 2**63), Reason.SIZE),  # absurd shapes
+        (changed(123, ">Q", 2**47), Reason.SIZE),
         (sealed(body_of(HEADER) + b"x"), Reason.MALFORMED),
         (sealed(body_of(HEADER) + bytes(4096)), Reason.MALFORMED),
         (sealed(body_of(HEADER)[:-4]), Reason.MALFORMED),  # no codec

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gossamer.comm.collectives import (
-    SEGMENTS,
+    SEGMENT_MESSAGES_MAX,
+    SEGMENT_VALUES_MIN,
+    SEGMENTS_MAX,
     all_reduce_mean,
     all_reduce_until_complete,
     average_pair,
@@ -158,10 +160,11 @@ def test_bytes_are_those_of_a_ring(num_workers: int, size: int) -> None:
         await average_survivors(ctx, round_, "survivors", mine)
 
     ledger = run_workers(num_workers, work).ledger
-    pairs, levels = num_workers * (num_workers - 1), SEGMENTS if size >= 8192 else 1
+    pairs = num_workers * (num_workers - 1)
+    levels = min(SEGMENTS_MAX, SEGMENT_MESSAGES_MAX // num_workers, size // SEGMENT_VALUES_MIN) or 1
     reports = levels * pairs * num_workers
     share = 2 * (num_workers - 1) / num_workers * size * 4
-    for kind, control, pieces in (("all", pairs, 1), ("survivors", reports, levels)):
+    for kind, control, pieces in (("all", pairs, levels), ("survivors", reports, levels)):
         assert ledger.total(kind=kind) == num_workers * share + control
         for worker in range(num_workers):
             sent = ledger.total(kind=kind, sender=worker) - control / num_workers

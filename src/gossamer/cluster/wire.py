@@ -38,7 +38,7 @@ CODECS = ("raw",)
 
 _MAGIC = b"GSSM"
 _START = struct.Struct(">4sH")  # magic, version: the same in every version of the protocol
-_FIXED = struct.Struct(">BBBIIqqqqqqQ16s16s16s")
+_FIXED = struct.Struct(">BBBIIqqqqqqqQ16s16s16s")
 _CHECKSUM = struct.Struct(">I")
 _TRAILER_MAGIC = b"GEND"
 _EXACT, _RETRY = 1, 2
@@ -176,7 +176,7 @@ def parse_header(frame: bytes) -> Header:
     if zlib.crc32(body) != checksum:
         raise Refused(Reason.MALFORMED, "the header's checksum differs")
     flags, code, num_dims, sender, receiver, *rest = _FIXED.unpack_from(body, _START.size)
-    numbers, (num_bytes, message_id, sender_life, receiver_life) = rest[:6], rest[6:]
+    numbers, (num_bytes, message_id, sender_life, receiver_life) = rest[:7], rest[7:]
     if flags & ~(_EXACT | _RETRY) or code not in DTYPES or num_dims > DIMENSIONS_MAX:
         raise Refused(Reason.MALFORMED, f"{flags=}, dtype {code}, {num_dims} dimensions")
     if min(numbers) < 0:

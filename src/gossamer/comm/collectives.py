@@ -9,6 +9,8 @@ Two averages over a group, which give the same bits when nothing fails:
 
 Both cut the values into one chunk per worker, which its owner gathers, averages and hands back:
 2 (M-1)/M of the values sent per worker, as a ring would, in two latencies instead of 2 (M-1).
+Long vectors go in segments, one behind the other: while a segment is averaged and handed back, the
+next ones are on their way, so that the links never rest and little memory is needed.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,9 +35,10 @@ from gossamer.errors import (
 
 ATTEMPTS_MAX = 1000  # of one all-reduce; far beyond any link that is worth using
 RESENDS_MAX = 20  # of one averaged chunk
-SEGMENTS = 8  # a link that fails is noticed after the first, and the rest does without it
-SEGMENT_VALUES_MIN = 1024  # shorter vectors are one segment
-_PHASES_PER_SEGMENT = 1000
+SEGMENTS_MAX = 8  # a link that fails is noticed after the first, and the rest does without it
+SEGMENT_MESSAGES_MAX = 64  # segments times workers: each worker sends so many pieces, twice
+SEGMENT_VALUES_MIN = 1024  # no segment is shorter
+_AHEAD = 2  # segments whose contributions leave before those of the present one have come
 _LAST_LOOK = 0.01  # deadlines: the least time that is given to a message
 
 
@@ -110,23 +114,34 @@ async def all_reduce_mean(ctx: Context, tag: Tag, workers: Sequence[int], values
     members = tuple(workers)
     if len(members) == 1:
         return
-    chunks = list(values.tensor_split(len(members)))
     late: set[int] = set()  # membership tests only
-    received, transfers = await _exchange_contributions(
-        ctx, tag, members, chunks, exact=False, late=late
-    )
-    mean = mean_of([received[worker] for worker in members if worker in received])
     peers = [worker for worker in members if worker != ctx.worker]
-    result_tag = tag._replace(phase=1)
-    sent = [ctx.send(peer, result_tag, mean) for peer in peers]
-    results = {ctx.worker: mean, **await _receive_all(ctx, result_tag, peers, late=late)}
-    intact = len(received) == len(results) == len(members)
+    results_tag = tag._replace(phase=1)
+    pipeline = _Pipeline(ctx, tag, members, values, exact=False)
+    means: list[Tensor] = []
+    transfers: list[Transfer] = []
+    intact = True
+    for index in range(len(pipeline)):
+        flight = pipeline.advance(index, members)
+        received = await _receive_contributions(ctx, flight, members, late=late)
+        intact &= len(received) == len(members)
+        means.append(mean_of([received[worker] for worker in members if worker in received]))
+        part = results_tag._replace(segment=index)
+        transfers += [ctx.send(peer, part, means[index]) for peer in peers]
+    results: list[dict[int, Tensor]] = []
+    for index, mean in enumerate(means):
+        theirs = await _receive_all(ctx, results_tag._replace(segment=index), peers, late=late)
+        intact &= len(theirs) == len(peers)
+        results.append({ctx.worker: mean, **theirs})
     if not await _vote(ctx, tag._replace(phase=2), members, intact, late):
-        for transfer in (*transfers.values(), *sent):
+        for flight in pipeline.flights:
+            flight.give_up(peers)
+        for transfer in transfers:
             transfer.cancel()
         raise CollectiveFailed(f"{tag.kind} all-reduce, attempt {tag.attempt}")
-    for worker, chunk in zip(members, chunks, strict=True):
-        chunk.copy_(results[worker])
+    for flight, result in zip(pipeline.flights, results, strict=True):
+        for worker, chunk in zip(members, flight.chunks, strict=True):
+            chunk.copy_(result[worker])
 
 
 def mean_of(values: Sequence[Tensor]) -> Tensor:
@@ -146,10 +161,67 @@ def mean_of(values: Sequence[Tensor]) -> Tensor:
     return total.div_(len(values)).add_(first)
 
 
-def _segments(values: Tensor) -> list[Tensor]:
+def _segments(values: Tensor, num_workers: int) -> list[Tensor]:
     """The segments of a flat vector, as views."""
-    count = SEGMENTS if values.numel() >= SEGMENTS * SEGMENT_VALUES_MIN else 1
-    return list(values.tensor_split(count))
+    count = min(
+        SEGMENTS_MAX, SEGMENT_MESSAGES_MAX // num_workers, values.numel() // SEGMENT_VALUES_MIN
+    )
+    return list(values.tensor_split(max(1, count)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """One segment's contributions, which have left: who takes part, and whose chunk is which."""
+
+    tag: Tag
+    workers: tuple[int, ...]
+    chunks: list[Tensor]  # views of the values, by owner
+    transfers: dict[int, Transfer]  # mine, by owner
+
+    def give_up(self, peers: Sequence[int]) -> None:
+        """What these have not taken they need not take: its memory is about to be written to."""
+        for peer in peers:
+            if peer in self.transfers:
+                self.transfers[peer].cancel()
+
+
+class _Pipeline:
+    """The segments of one average, whose contributions leave before they are waited for."""
+
+    def __init__(
+        self, ctx: Context, tag: Tag, workers: tuple[int, ...], values: Tensor, *, exact: bool
+    ) -> None:
+        self._ctx, self._tag, self._exact = ctx, tag, exact
+        self._segments = _segments(values, len(workers))
+        self.flights: list[_Flight] = []
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def advance(self, index: int, workers: tuple[int, ...]) -> _Flight:
+        """The contributions of segment `index`; those up to `_AHEAD` behind it leave as well."""
+        for ahead in range(len(self.flights), min(index + _AHEAD + 1, len(self))):
+            tag = self._tag._replace(segment=ahead)
+            segment = self._segments[ahead]
+            self.flights.append(_send_contributions(self._ctx, tag, workers, segment, self._exact))
+        return self.flights[index]
+
+
+def _send_contributions(
+    ctx: Context, tag: Tag, workers: tuple[int, ...], values: Tensor, exact: bool
+) -> _Flight:
+    """Send every owner its chunk of mine.
+
+    The tag names the group: workers whose views of it differ cut differently, and must not meet.
+    """
+    tag = tag._replace(part=_group_digest(workers))
+    chunks = list(values.tensor_split(len(workers)))
+    rank = workers.index(ctx.worker)
+    transfers: dict[int, Transfer] = {}
+    for distance in range(1, len(workers)):
+        owner = (rank + distance) % len(workers)
+        transfers[workers[owner]] = ctx.send(workers[owner], tag, chunks[owner], exact=exact)
+    return _Flight(tag, workers, chunks, transfers)
 
 
 def _bounds(views: Sequence[Tensor]) -> list[int]:
@@ -216,64 +288,66 @@ async def average_survivors(
     """
     check_finite(ctx, values, f"{kind} vector")
     workers = tuple(group if group is not None else round_.members.workers)
-    for index, segment in enumerate(_segments(values)):
-        tag = round_.tag(kind)._replace(phase=index * _PHASES_PER_SEGMENT)
-        workers = await _average_level(ctx, tag, workers, segment, exact)
+    if len(workers) == 1 or ctx.worker not in workers:
+        return (ctx.worker,)
+    pipeline = _Pipeline(ctx, round_.tag(kind), workers, values, exact=exact)
+    for index in range(len(pipeline)):
+        flight = pipeline.advance(index, workers)
+        survivors = await _average_flight(ctx, flight, workers, exact)
+        fallen = [worker for worker in workers if worker not in survivors]
+        for flight in pipeline.flights[index + 1 :]:
+            flight.give_up(workers if len(survivors) == 1 else fallen)
+        workers = survivors
+        if len(workers) == 1:
+            break
     return workers
 
 
-async def _average_level(
-    ctx: Context, tag: Tag, workers: tuple[int, ...], values: Tensor, exact: bool
+async def _average_flight(
+    ctx: Context, flight: _Flight, allowed: tuple[int, ...], exact: bool
 ) -> tuple[int, ...]:
-    """One pass over `workers`; chunks whose owner fell out are averaged again by the rest.
+    """Average one segment over those of `allowed` whose links hold; returns who they are.
 
-    The second pass costs no more than what the first saved by leaving a worker out.
+    Chunks whose owner fell out are averaged again by the rest. That costs no more than what was
+    saved by leaving a worker out.
     """
-    if len(workers) == 1 or ctx.worker not in workers:
-        return (ctx.worker,)
-    chunks = list(values.tensor_split(len(workers)))
-    contributions, transfers = await _exchange_contributions(ctx, tag, workers, chunks, exact)
+    contributions = await _receive_contributions(ctx, flight, allowed)
+    tag, workers, chunks = flight.tag, flight.workers, flight.chunks
     report_tag = tag._replace(phase=tag.phase + 1)
-    survivors = await _agree_on_survivors(ctx, report_tag, workers, contributions)
-    for peer, transfer in transfers.items():
-        if peer not in survivors or ctx.worker not in survivors:
-            transfer.cancel()  # `values` is about to be written to, here or by the caller
-    if ctx.worker not in survivors or len(survivors) == 1:
+    survivors = await _agree_on_survivors(ctx, report_tag, workers, allowed, contributions)
+    alone = ctx.worker not in survivors or len(survivors) == 1
+    # `values` is about to be written to, here or by the caller
+    flight.give_up(workers if alone else [w for w in workers if w not in survivors])
+    if alone:
         ctx.record("left_out", 1.0)
         return (ctx.worker,)
     part = _group_digest(survivors)
-    results_tag = tag._replace(phase=tag.phase + 2, part=part)
-    owned = dict(zip(workers, chunks, strict=True))
     await _share_results(
-        ctx, results_tag, survivors, chunks=owned, contributions=contributions, exact=exact
+        ctx,
+        tag._replace(phase=tag.phase + 2, part=part),
+        survivors,
+        chunks=dict(zip(workers, chunks, strict=True)),
+        contributions=contributions,
+        exact=exact,
     )
     orphans = [chunks[rank] for rank, worker in enumerate(workers) if worker not in survivors]
     if orphans:
         pending = torch.cat(orphans)
-        next_tag = tag._replace(phase=tag.phase + 3, part=part)
-        await _average_level(ctx, next_tag, survivors, pending, exact)
+        next_tag = tag._replace(phase=tag.phase + 3)
+        again = _send_contributions(ctx, next_tag, survivors, pending, exact)
+        await _average_flight(ctx, again, survivors, exact)
         for chunk, mixed in zip(orphans, pending.tensor_split(_bounds(orphans)), strict=True):
             chunk.copy_(mixed)
     return survivors
 
 
-async def _exchange_contributions(
-    ctx: Context,
-    tag: Tag,
-    workers: tuple[int, ...],
-    chunks: list[Tensor],
-    exact: bool,
-    *,
-    late: set[int] | None = None,
-) -> tuple[dict[int, Tensor], dict[int, Transfer]]:
-    """Send every owner its chunk of mine; what arrived of my chunk, by sender, mine included."""
-    rank = workers.index(ctx.worker)
-    transfers: dict[int, Transfer] = {}
-    for distance in range(1, len(workers)):
-        owner = (rank + distance) % len(workers)
-        transfers[workers[owner]] = ctx.send(workers[owner], tag, chunks[owner], exact=exact)
-    received = await _receive_all(ctx, tag, list(transfers), transfers, late=late)
-    return {ctx.worker: chunks[rank], **received}, transfers
+async def _receive_contributions(
+    ctx: Context, flight: _Flight, allowed: tuple[int, ...], *, late: set[int] | None = None
+) -> dict[int, Tensor]:
+    """What arrived of my chunk from those of `allowed`, by sender, mine included."""
+    peers = [w for w in flight.transfers if w in allowed]
+    received = await _receive_all(ctx, flight.tag, peers, flight.transfers, late=late)
+    return {ctx.worker: flight.chunks[flight.workers.index(ctx.worker)], **received}
 
 
 async def _receive_all(
@@ -314,11 +388,15 @@ async def _receive_all(
 
 
 async def _agree_on_survivors(
-    ctx: Context, tag: Tag, workers: tuple[int, ...], contributions: dict[int, Tensor]
+    ctx: Context,
+    tag: Tag,
+    workers: tuple[int, ...],
+    allowed: tuple[int, ...],
+    contributions: dict[int, Tensor],
 ) -> tuple[int, ...]:
     """Those whom everybody heard: each reports whose contribution came; all have to agree."""
     mine = torch.tensor([worker in contributions for worker in workers], dtype=torch.uint8)
-    peers = [worker for worker in workers if worker != ctx.worker]
+    peers = [worker for worker in workers if worker != ctx.worker and worker in allowed]
     for peer in peers:
         ctx.send(peer, tag, mine, exact=True)
     reports = {ctx.worker: mine, **await _receive_all(ctx, tag, peers)}

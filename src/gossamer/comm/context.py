@@ -9,7 +9,7 @@ not write to it. What a receiver gets is its own. The simulator checks both.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -43,6 +43,8 @@ class Tag(NamedTuple):
         part: chunk or slice inside a phase.
         attempt: 0 for the first try of a collective, counting up on retries.
         epoch: membership epoch, so that differing views can never mix wrongly.
+        segment: piece of a vector that is sent in several; its pieces meet the same fate where a
+            fault plan draws one for their transfer.
     """
 
     kind: str
@@ -52,6 +54,7 @@ class Tag(NamedTuple):
     part: int = 0
     attempt: int = 0
     epoch: int = 0
+    segment: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +176,32 @@ class Context(Protocol):
 
     def apply_gradient(self, gradient: Tensor) -> None:
         """One inner-optimizer step on `replica` with `gradient` [P]; counts as an inner step."""
+
+    async def gradients(self, points: Sequence[Tensor], num_batches: int = 1) -> list[Tensor]:
+        """Mean gradient at each of `points` over the next training batches, each loaded once.
+
+        For methods that take their gradients where they like and make their steps themselves:
+        `replica.parameters` is neither read nor written, so another task may mix it meanwhile.
+        Counts as `num_batches` inner steps (place in the data, samples) and takes the time of
+        `num_batches` x `len(points)` of them. `replica.learning_rate` is then the recipe's for the
+        last of them. The loss that is reported is the first point's.
+
+        Args:
+            points: one or more vectors [P], read at the call; what is written to them while the
+                gradients are computed has no effect.
+            num_batches: at least 1; the gradients are means over so many batches.
+
+        Every point sees the same samples, the same random numbers (dropout) and the model's buffers
+        as they were before the batch. Batch normalisation uses the batch's own statistics at every
+        point, and its running ones take in the first point's forward pass only.
+
+        Returns:
+            Fresh tensors [P], in the order of `points`.
+
+        Raises:
+            NonFiniteError: a loss or a gradient is not finite.
+            ConfigError: a point is no [P]; or the training loop is the user's own (`gm.join`).
+        """
 
     async def predict(self) -> Tensor:
         """Log-probabilities of my model on the run's fixed probe batch, fp32 [positions, classes].

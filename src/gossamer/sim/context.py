@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -122,11 +122,17 @@ class SimContext:
             await sleep_until_ns(until)
         self.last_progress_ns = self._world.loop.time_ns()
 
-    async def _compute(self, num_steps: int) -> None:
-        """Let the time of inner steps pass."""
+    async def _compute(self, num_steps: int, num_points: int = 1) -> None:
+        """Let the time of inner steps pass: of each step once for each point that it works at."""
         world, worker = self._world, self._worker
-        start = world.loop.time_ns()
-        end = world.compute.finish_ns(worker, start, self._replica.steps_completed, num_steps)
+        start = end = world.loop.time_ns()
+        first = self._replica.steps_completed
+        if num_points == 1:
+            end = world.compute.finish_ns(worker, start, first, num_steps)
+        else:
+            for step in range(first, first + num_steps):
+                for _ in range(num_points):
+                    end = world.compute.finish_ns(worker, end, step, 1)
         self.training = True
         try:
             await sleep_until_ns(end)
@@ -158,6 +164,16 @@ class SimContext:
     def apply_gradient(self, gradient: Tensor) -> None:
         self._world.before_write(self._worker)
         self._world.engine.apply_gradient(self._replica, gradient)
+
+    async def gradients(self, points: Sequence[Tensor], num_batches: int = 1) -> list[Tensor]:
+        engine = self._world.engine
+        held = engine.hold(points)
+        self._world.before_write(self._worker)  # the method will, itself
+        await self._compute(num_batches, len(held))
+        self._world.before_write(self._worker)  # to buffers; a boundary may have passed meanwhile
+        gradients, loss = engine.gradients(self._replica, held, num_batches)
+        self._count(TrainReport(num_batches, loss, num_batches * engine.units_per_batch))
+        return gradients
 
     def _count(self, report: TrainReport) -> None:
         self._loss_sum += report.loss * report.num_steps
@@ -203,7 +219,7 @@ class SimContext:
 
     def _trace(self, event: str, first: object, tag: object, last: object) -> None:
         text = (
-            f"{tag.kind} {tag.round_index}.{tag.step}.{tag.phase}.{tag.part}.{tag.attempt}"
+            f"{tag.kind} {tag.round_index}.{tag.step}.{tag.phase}.{tag.part}.{tag.attempt}.{tag.segment}"
             if isinstance(tag, Tag)
             else ""
         )
