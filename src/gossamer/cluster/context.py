@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -51,6 +51,18 @@ class Trains(Protocol):
 
     def gradient(self, replica: Replica) -> tuple[Tensor, float]:
         """The gradient [P] on the next batch, and the loss."""
+
+    def hold(self, points: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of points [P], for `gradients`."""
+
+    def gradients(
+        self,
+        replica: Replica,
+        points: Sequence[Tensor],
+        num_batches: int,
+        on_step: Callable[[], None] | None = None,
+    ) -> tuple[list[Tensor], float]:
+        """Mean gradients [P] at `points` over the next batches, and the first point's loss."""
 
     def apply_gradient(self, replica: Replica, gradient: Tensor) -> None:
         """One inner step with a given gradient."""
@@ -283,6 +295,15 @@ class ClusterContext:
 
     def apply_gradient(self, gradient: Tensor) -> None:
         self._engine.apply_gradient(self._replica, gradient)
+
+    async def gradients(self, points: Sequence[Tensor], num_batches: int = 1) -> list[Tensor]:
+        held = self._engine.hold(points)
+        pacer = self._pacer()
+        gradients, loss = await self._training(
+            lambda: self._engine.gradients(self._replica, held, num_batches, on_step=pacer)
+        )
+        self._count(TrainReport(num_batches, loss, num_batches * self._engine.units_per_batch))
+        return gradients
 
     def _count(self, report: TrainReport) -> None:
         self._loss_sum += report.loss * report.num_steps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -117,6 +117,20 @@ class OwnModel:
 
     def gradient(self, replica: Replica) -> tuple[Tensor, float]:
         """Not possible: the user's loop applies its gradients itself."""
+        raise ConfigError("a training loop of one's own hands over parameters, not gradients")
+
+    def hold(self, points: Sequence[Tensor]) -> list[Tensor]:
+        """Not possible: the user's loop chooses where it takes its gradients."""
+        raise ConfigError("a training loop of one's own hands over parameters, not gradients")
+
+    def gradients(
+        self,
+        replica: Replica,
+        points: Sequence[Tensor],
+        num_batches: int,
+        on_step: Callable[[], None] | None = None,
+    ) -> tuple[list[Tensor], float]:
+        """Not possible either."""
         raise ConfigError("a training loop of one's own hands over parameters, not gradients")
 
     def apply_gradient(self, replica: Replica, gradient: Tensor) -> None:

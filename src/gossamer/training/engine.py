@@ -6,7 +6,7 @@ process share one gradient vector: M replicas cost their vectors and moments, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ from gossamer.training.layout import ParameterLayout
 from gossamer.training.optimizers import InnerOptimizer, learning_rate_at
 from gossamer.training.replica import Replica
 from gossamer.training.settings import Training
-from gossamer.training.task import Counts, Predicts, Scores, Task
+from gossamer.training.task import Batch, Counts, Predicts, Scores, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class Engine:
         self.model.train()
         with _preserved_rng():
             for _ in range(num_steps):
-                total += self._forward_backward(replica)
+                total += self._forward_backward(replica, self._load(replica))
                 self._step(replica)
                 if on_step is not None:
                     on_step()
@@ -144,9 +144,80 @@ class Engine:
         self.attach(replica.parameters, replica.buffers, replica.counters)
         self.model.train()
         with _preserved_rng():
-            loss = self._forward_backward(replica)
+            loss = self._forward_backward(replica, self._load(replica))
         self.buffer_layout.store(self.model, replica.buffers, replica.counters)
         return self._gradient, loss
+
+    def hold(self, points: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of `points`, in the flat vector's type, for `gradients`.
+
+        Raises `ConfigError` where there are none, or one is not [P].
+        """
+        size = self.layout.numel
+        if not points or any(tuple(point.shape) != (size,) for point in points):
+            shapes = [list(point.shape) for point in points]
+            raise ConfigError(f"gradients: points of shape [{size}] needed; got shapes {shapes}")
+        return [point.detach().to(self.layout.dtype, copy=True) for point in points]
+
+    def gradients(
+        self,
+        replica: Replica,
+        points: Sequence[Tensor],
+        num_batches: int,
+        on_step: Callable[[], None] | None = None,
+    ) -> tuple[list[Tensor], float]:
+        """Mean gradients [P] at `points` over the next batches, and the first point's mean loss.
+
+        See `Context.gradients`; `points` are as `hold` gave them, and `on_step` is called after
+        each evaluation.
+        """
+        if num_batches < 1:
+            raise ConfigError(f"gradients: num_batches must be at least 1, got {num_batches}")
+        if not self.real:
+            self._count(replica, num_batches, float("nan"))
+            return [torch.empty_like(self._gradient) for _ in points], float("nan")
+        totals: list[Tensor] = []
+        loss = 0.0
+        self.model.train()
+        with _preserved_rng():
+            for _ in range(num_batches):
+                gradients, value = self._gradients_on_batch(replica, points, on_step)
+                loss += value
+                if not totals:
+                    totals = gradients
+                    continue
+                for total, gradient in zip(totals, gradients, strict=True):
+                    total.add_(gradient)
+        if num_batches > 1:
+            for total in totals:
+                total.div_(num_batches)
+        return totals, loss / num_batches
+
+    def _gradients_on_batch(
+        self, replica: Replica, points: Sequence[Tensor], on_step: Callable[[], None] | None
+    ) -> tuple[list[Tensor], float]:
+        """The gradients on the next batch, which counts as done, and the first point's loss."""
+        replica.learning_rate = self._learning_rate(replica)
+        batch = self._load(replica)
+        drawn = _generator_states()
+        floats, integers = torch.empty_like(replica.buffers), torch.empty_like(replica.counters)
+        gradients: list[Tensor] = []
+        loss = 0.0
+        for index, point in enumerate(points):
+            self.attach(point, replica.buffers, replica.counters)
+            _set_generator_states(drawn)
+            value = self._forward_backward(replica, batch)
+            self._check_finite("gradient", self._gradient_norm(), replica)
+            gradients.append(self._gradient.clone())
+            if index == 0:
+                loss = value
+                self.buffer_layout.store(self.model, floats, integers)
+            if on_step is not None:
+                on_step()
+        replica.buffers.copy_(floats)
+        replica.counters.copy_(integers)
+        self._count(replica, 1, float("nan"))
+        return gradients, loss
 
     def apply_gradient(self, replica: Replica, gradient: Tensor) -> None:
         """One inner-optimizer step with a given gradient [P]."""
@@ -162,11 +233,14 @@ class Engine:
         replica.samples_completed += num_steps * self.units_per_batch
         return TrainReport(num_steps, loss, num_steps * self.units_per_batch)
 
-    def _forward_backward(self, replica: Replica) -> float:
-        """Fill the shared gradient; the loss as a number."""
+    def _load(self, replica: Replica) -> Batch:
+        """The replica's next batch; the generators go on from here into the forward pass."""
         step = replica.steps_completed
         _seed_generators(derive_seed(self.seed, "step", replica.worker, step))
-        batch = self.task.train_batch(replica.worker, step)
+        return self.task.train_batch(replica.worker, step)
+
+    def _forward_backward(self, replica: Replica, batch: Batch) -> float:
+        """Fill the shared gradient; the loss as a number."""
         self._gradient.zero_()
         for slot in self._cast:
             self._parameters[slot.name].grad = None
@@ -184,9 +258,8 @@ class Engine:
     def _step(self, replica: Replica) -> None:
         """Clip, and one update of the inner optimizer."""
         assert replica.optimizer is not None
-        step = replica.steps_completed
-        replica.learning_rate = learning_rate_at(step, self.training, self.total_steps)
-        norm = float(torch.linalg.vector_norm(self._gradient))
+        replica.learning_rate = self._learning_rate(replica)
+        norm = self._gradient_norm()
         self._check_finite("gradient", norm, replica)
         if 0 < self.training.clip_norm < norm:
             self._gradient.mul_(self.training.clip_norm / norm)
@@ -194,15 +267,20 @@ class Engine:
         self._refresh_cast(replica.parameters)
         self._count(replica, 1, float("nan"))
 
+    def _gradient_norm(self) -> float:
+        return float(torch.linalg.vector_norm(self._gradient))
+
+    def _learning_rate(self, replica: Replica) -> float:
+        """The recipe's, for the replica's next inner step."""
+        return learning_rate_at(replica.steps_completed, self.training, self.total_steps)
+
     def _check_finite(self, what: str, value: float, replica: Replica) -> None:
         if value - value != 0.0:  # NaN and infinities
             raise NonFiniteError(
                 what,
                 worker=replica.worker,
                 step=replica.steps_completed,
-                learning_rate=learning_rate_at(
-                    replica.steps_completed, self.training, self.total_steps
-                ),
+                learning_rate=self._learning_rate(replica),
             )
 
     @contextmanager
@@ -279,6 +357,20 @@ def _seed_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)
+
+
+def _generator_states() -> list[Tensor]:
+    """The states of the global generators that `_seed_generators` seeds."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states += torch.cuda.get_rng_state_all()
+    return states
+
+
+def _set_generator_states(states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state_all(states[1:])
 
 
 @contextmanager
