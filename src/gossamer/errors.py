@@ -5,6 +5,7 @@ GossamerError
 │   └── JoinRefused               a coordinator refuses a process (in cluster.control)
 ├── CheckpointError               a checkpoint is missing, damaged or of another run
 ├── NonFiniteError                a loss, gradient or parameter became NaN or infinite
+├── EncodingError                 values that a codec cannot hold, or a payload that is not its own
 ├── CommError                     a peer or a link let us down; the method decides what it means
 │   ├── LinkFailed                a transfer was lost on the way
 │   │   └── PayloadCorrupt        it arrived, but damaged or non-finite
@@ -55,6 +56,10 @@ class NonFiniteError(GossamerError):
             f"(learning rate {learning_rate:g}); a smaller learning rate, a longer warm-up or "
             f"gradient clipping usually helps"
         )
+
+
+class EncodingError(GossamerError):
+    """Values that a codec cannot hold (not finite, too large), or a payload that is not its own."""
 
 
 class CommError(GossamerError):
