@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,8 @@ from gossamer.cluster.certs import issue
 from gossamer.testing.conformance import CHECKS
 from gossamer.testing.harness import Harness
 from gossamer.testing.loopback import LoopbackHarness
+from gossamer.testing.namespaced import NamespaceHarness, namespaced
+from gossamer.testing.namespaces import missing
 from gossamer.testing.simulated import SimHarness
 
 
@@ -21,8 +23,29 @@ def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=["simulated", "simulated with latency", "loopback", "loopback with TLS"])
+@pytest.fixture(scope="session")
+def between_namespaces(certs: Path) -> Iterator[NamespaceHarness]:
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+    with namespaced(3, certs) as harness:
+        yield harness
+
+
+WORLDS = (
+    "simulated",
+    "simulated with latency",
+    "loopback",
+    "loopback with TLS",
+    "namespaces with TLS",
+)
+
+
+@pytest.fixture(params=WORLDS)
 def harness(request: pytest.FixtureRequest, certs: Path) -> Harness:
+    if request.param == "namespaces with TLS":
+        between: NamespaceHarness = request.getfixturevalue("between_namespaces")
+        return between
     if request.param == "loopback":
         return LoopbackHarness()
     if request.param == "loopback with TLS":

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 NETWORK = "10.77.0"
 HUB_ADDRESS = f"{NETWORK}.254"
+NOBODY = "02:00:00:00:00:00"  # an Ethernet address that no host has
 
 
 def missing() -> str | None:
@@ -49,22 +50,33 @@ class Hosts:
 
     def inside(self, host: int) -> list[str]:
         """The command prefix to run something on a host."""
-        return ["ip", "netns", "exec", self._name(host)]
+        return ["ip", "netns", "exec", self.name(host)]
 
     def address(self, host: int) -> str:
         """A host's IP address."""
         return f"{NETWORK}.{host + 1}"
 
+    def name(self, host: int) -> str:
+        """Of its namespace."""
+        return f"{self.prefix}w{host}"
+
     def cut(self, host: int) -> None:
         """Pull the host's cable."""
-        _ip("-n", self._name(host), "link", "set", "eth0", "down")
+        _ip("-n", self.name(host), "link", "set", "eth0", "down")
 
     def restore(self, host: int) -> None:
         """Put it back."""
-        _ip("-n", self._name(host), "link", "set", "eth0", "up")
+        _ip("-n", self.name(host), "link", "set", "eth0", "up")
 
-    def _name(self, host: int) -> str:
-        return f"{self.prefix}w{host}"
+    def part(self, first: int, second: int) -> None:
+        """Lose all that the two send each other; their other traffic goes on."""
+        for here, there in ((first, second), (second, first)):
+            _neighbour(self, here, "replace", there, "lladdr", NOBODY, "nud", "permanent")
+
+    def reunite(self, first: int, second: int) -> None:
+        """Let it through again."""
+        for here, there in ((first, second), (second, first)):
+            _neighbour(self, here, "del", there)
 
 
 @contextmanager
@@ -82,12 +94,12 @@ def shaped_hosts(num_hosts: int, *, mbit: float) -> Iterator[Hosts]:
             _plug_in(hosts, hub, host, mbit)
         yield hosts
     finally:
-        for name in [*(hosts._name(host) for host in range(num_hosts)), hub]:
+        for name in [*(hosts.name(host) for host in range(num_hosts)), hub]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
 def _plug_in(hosts: Hosts, hub: str, host: int, mbit: float) -> None:
-    name, port = hosts._name(host), f"p{host}"
+    name, port = hosts.name(host), f"p{host}"
     _ip("netns", "add", name)
     _ip("-n", name, "link", "set", "lo", "up")
     # Where several flows share a link, plain sockets with BBR use 74 % of such a line and with Reno
@@ -108,6 +120,11 @@ def _plug_in(hosts: Hosts, hub: str, host: int, mbit: float) -> None:
         _tc(inside, "class", "add", *on, "parent", "1:", "classid", "1:10", "htb", *shape)
         queue = ["handle", "10:", "bfifo", "limit", "500kb"]
         _tc(inside, "qdisc", "add", *on, "parent", "1:10", *queue)
+
+
+def _neighbour(hosts: Hosts, here: int, verb: str, there: int, *more: str) -> None:
+    """Say where `here` finds `there` on the wire."""
+    _ip("-n", hosts.name(here), "neigh", verb, hosts.address(there), *more, "dev", "eth0")
 
 
 def _ip(*words: str) -> None:
