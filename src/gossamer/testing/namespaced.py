@@ -51,7 +51,7 @@ class RemoteTransfer:
 
     async def delivered(self) -> None:
         """See `Transfer.delivered`."""
-        await self._end.outcome("delivered", transfer=self._number)
+        await self._end.outcome("delivered", {"transfer": self._number})
 
     def cancel(self) -> None:
         """See `Transfer.cancel`."""
@@ -108,7 +108,7 @@ class RemoteEnd:
         begun.result(PATIENCE_S)
         return number
 
-    async def outcome(self, what: str, **fields: Any) -> Tensor | None:
+    async def outcome(self, what: str, fields: dict[str, Any]) -> Tensor | None:
         """What something that waits comes to."""
         answer: Answer = Future()
         number = self._ask(what, fields, answer=answer)
@@ -133,7 +133,7 @@ class RemoteEnd:
 
     async def recv(self, src: int, tag: Tag, timeout_s: float) -> Tensor:
         """See `Transport.recv`."""
-        payload = await self.outcome("recv", src=src, tag=list(tag), timeout_s=timeout_s)
+        payload = await self.outcome("recv", {"src": src, "tag": list(tag), "timeout_s": timeout_s})
         assert payload is not None
         return payload
 
@@ -157,7 +157,7 @@ class RemoteEnd:
     async def close(self) -> None:
         """End the transport, then the process. Raises `CommError` where tasks are left over."""
         if not self._gone.is_set():
-            await self.outcome("close")
+            await self.outcome("close", {})
             self.kill()
 
 
@@ -196,7 +196,7 @@ class _Endpoints:
         return asyncio.get_running_loop().time()
 
     async def under_way(self, src: int, dst: int, tag: Tag) -> None:
-        await self._ends[dst].outcome("under_way", src=src, tag=list(tag))
+        await self._ends[dst].outcome("under_way", {"src": src, "tag": list(tag)})
 
     async def kill(self, worker: int) -> None:
         self._ends[worker].kill()
