@@ -10,9 +10,17 @@ from gossamer.methods.data_parallel import DataParallel
 from gossamer.methods.diloco import DiLoCo
 from gossamer.methods.factored_gossip import FactoredGossip
 from gossamer.methods.local_sgd import LocalSGD
+from gossamer.methods.noloco import NoLoCo
 
 METHODS: dict[str, type[Method]] = {
-    method.name: method for method in (DataParallel, LocalSGD, DiLoCo, FactoredGossip)
+    method.name: method
+    for method in (
+        DataParallel,
+        LocalSGD,
+        DiLoCo,
+        FactoredGossip,
+        NoLoCo,
+    )
 }
 
 # The subset of the paper: embedding, head and the first two layers, 43 % of its 1.5B model.
@@ -52,5 +60,6 @@ __all__ = [
     "FactoredGossip",
     "LocalSGD",
     "Method",
+    "NoLoCo",
     "build_method",
 ]

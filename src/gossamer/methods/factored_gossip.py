@@ -21,6 +21,7 @@ Symbols     paper    here                  unit / shape     default  where the d
             v        state.momentum        fp32 [P]         0        -
             lr       outer_learning_rate   -                0.7      not published; DiLoCo's
             mu       outer_momentum        -                0.9      not published; DiLoCo's
+            -        mix1_weight           -                1        1: all the way (the paper)
             -        mix2_subset           tensor names     all      paper: 43 % of its 1.5B Llama
             -        js_threshold          JS distance      none     not published
 
@@ -28,10 +29,12 @@ Departures  Matchings of Mix1 and Mix2 are independent by default, as the paper'
             assumes; `matchings = "shared"` pairs the same workers in both. The trigger on the
             Jensen-Shannon distance is reconstructed: the group that is about to mix (the pair, or
             everybody) compares its predictions on a fixed probe batch, and mixes only above the
-            threshold. Buffers are averaged at the outer step, not in Mix1.
+            threshold. Buffers are averaged at the outer step, not in Mix1. `mix1_weight` below 1 is
+            a lazy Mix1, as NoLoCo's; the paper has none.
 
 Reduces to  diloco     when mix2 = "global", whatever Mix1 is
             local_sgd  when mix1 = mix2 = "global", lr = 1 and mu = 0
+            noloco     with alpha = 0, when mix1 = mix2 = "pair", matchings = "shared", mu = 0
 
 Cost        sent per worker and round, in P values: Mix1 global 2 (M-1)/M overlapped, pair 1
             overlapped; Mix2 the same, blocking, times the subset's share; mix_momentum doubles
@@ -48,6 +51,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
@@ -86,6 +90,9 @@ class FactoredGossip(Method):
     matchings: Literal["independent", "shared"] = Field(
         "independent", description="whether Mix1 and Mix2 pair the same workers"
     )
+    mix1_weight: float = Field(
+        1.0, gt=0, le=1, description="how far Mix1 goes: x = (1 - weight) z + weight Mix1(z)"
+    )
     mix_momentum: bool = Field(
         False, description="Mix1 also mixes the outer momentum (the paper's ablation GlobalM1S)"
     )
@@ -101,6 +108,8 @@ class FactoredGossip(Method):
             raise ValueError('mix2_subset needs mix2 = "pair" or "global", got mix2 = "none"')
         if self.mix2 == "none" and self.js_threshold is not None:
             raise ValueError('js_threshold needs mix2 = "pair" or "global", got mix2 = "none"')
+        if self.mix1 == "none" and self.mix1_weight != 1:
+            raise ValueError('mix1_weight needs mix1 = "pair" or "global", got mix1 = "none"')
         if self.mix1 == "none" and self.mix_momentum:
             raise ValueError('mix_momentum needs mix1 = "pair" or "global", got mix1 = "none"')
         if self.matchings == "shared" and (self.mix1, self.mix2) != ("pair", "pair"):
@@ -152,6 +161,8 @@ class FactoredGossip(Method):
         """x = Mix1(z), in a tensor of its own; z stays as it is while training goes on."""
         base = state.point.clone()
         await self._mix(ctx, round_, "mix1", self.mix1, base)
+        if self.mix1_weight != 1:  # a lazy mix: part of the way
+            base = torch.lerp(state.point, base, self.mix1_weight)
         if self.mix_momentum:
             await self._mix(ctx, round_, "mix1_momentum", self.mix1, state.momentum)
         return base
