@@ -21,6 +21,7 @@ from gossamer.cluster.settings import ClusterSettings
 from gossamer.errors import ConfigError, nearest
 from gossamer.measure.settings import Measure
 from gossamer.methods import METHODS, PRESETS, Method
+from gossamer.methods.base import training_of
 from gossamer.settings import Settings, explain
 from gossamer.sim.compute import Timing
 from gossamer.sim.faults import FaultPlan, Faults
@@ -28,7 +29,8 @@ from gossamer.sim.network import Network
 from gossamer.training.layout import ParameterLayout
 from gossamer.training.settings import Training
 from gossamer.training.task import Prepares, Task
-from gossamer.training.task_settings import TASKS, TaskSettings, TextSettings
+from gossamer.training.task_settings import TaskSettings, TextSettings
+from gossamer.training.tasks import TASKS
 
 S = TypeVar("S", bound=Settings)
 
@@ -203,6 +205,7 @@ def prepare(recipe: Recipe) -> Prepared:
     Raises `ConfigError`; leaves nothing behind.
     """
     workers = recipe.train.workers
+    training_of(recipe.method, recipe.train)  # refuses what the method would ignore
     task = recipe.task.build(recipe.train)
     with torch.device("meta"):
         layout = ParameterLayout.of(task.build())
@@ -244,7 +247,8 @@ def _check_is_real(recipe: Recipe) -> None:
 def recipe_tables(recipe: Recipe) -> dict[str, Any]:
     """A recipe as nested tables that `build_recipe` reads back to an equal one."""
     tables = {"seed": recipe.seed, "task": recipe.task.model_dump(exclude_none=True)}
-    tables["train"] = recipe.train.model_dump(exclude_none=True)
+    train = training_of(recipe.method, recipe.train)
+    tables["train"] = train.model_dump(exclude_none=True)
     method = recipe.method.model_dump(exclude_none=True)
     tables["method"] = {"name": recipe.method.name, **method}
     for name in ("network", "timing", "faults", "measure", "cluster", "run"):

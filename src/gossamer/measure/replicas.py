@@ -39,6 +39,7 @@ def measure_replicas(
         "eval_loss": report.loss,
         "eval_perplexity": _perplexity(engine, report.loss),
         "eval_accuracy": report.metrics.get("accuracy"),
+        "eval_excess_loss": report.metrics.get("excess_loss"),
         "consensus_l2": l2_consensus(torch.stack([v[0] for v in vectors])),
         "js_distance": None,
         "js_divergence_mway": None,

@@ -48,6 +48,7 @@ COLUMNS = (
     Column("eval\nloss", "eval_loss", lambda v: f"{v:.4f}"),
     Column("perplexity", "eval_perplexity", lambda v: f"{v:.2f}"),
     Column("accuracy", "eval_accuracy", lambda v: f"{v:.1%}"),
+    Column("excess\nloss", "eval_excess_loss", lambda v: f"{v:.3g}"),
     Column("util-\nisation", "utilization", lambda v: f"{v:.1%}"),
     Column("virtual\n{}", "time_s", _number, units=_TIME_UNITS),
     Column("{} sent\n/ worker", "bytes_sent", _number, units=_BYTE_UNITS),

@@ -14,7 +14,7 @@ from gossamer.comm.ledger import Ledger
 from gossamer.errors import ConfigError, GossamerError, Interrupted
 from gossamer.measure.replicas import average, sha256_of
 from gossamer.measure.settings import Measure
-from gossamer.methods.base import Method
+from gossamer.methods.base import Method, training_of
 from gossamer.sim.checkpoint import load_checkpoint
 from gossamer.sim.compute import Timing
 from gossamer.sim.faults import Faults
@@ -92,7 +92,8 @@ def simulate(
     """
     _check_kinds(method, task, (training, network, timing, faults, measure))
     given = {k: v for k, v in (("workers", workers), ("rounds", rounds)) if v is not None}
-    training = Training(**{**(training or Training()).model_dump(), **given})
+    values = (training or Training()).model_dump(exclude_unset=True)
+    training = training_of(method, Training(**{**values, **given}))
     settings = WorldSettings(
         method=method,
         num_workers=training.workers,
@@ -253,6 +254,7 @@ def _summary(world: World) -> dict[str, Any]:
         "eval_loss": last.get("eval_loss"),
         "eval_perplexity": last.get("eval_perplexity"),
         "eval_accuracy": last.get("eval_accuracy"),
+        "eval_excess_loss": last.get("eval_excess_loss"),
         "worker_eval_losses": last.get("worker_eval_losses"),
         "time_s": max(finished) / 1e9,
         "train_time_s": sum(train_s) / len(train_s),

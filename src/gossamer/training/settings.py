@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from gossamer.errors import ConfigError
 from gossamer.settings import Settings
 
 # Settings that only one choice of another setting reads.
@@ -59,3 +60,13 @@ class Training(Settings):
                     f"{getattr(self, choice)!r}; only {reader!r} uses it: leave one of them out"
                 )
         return self
+
+
+def refuse_sequence_length(train: Training, task: str) -> None:
+    """Raise `ConfigError` where a sequence length is set for a task that has no sequences."""
+    default = Training.model_fields["sequence_length"].default
+    if train.sequence_length != default:
+        raise ConfigError(
+            f"train.sequence_length: {train.sequence_length} would be ignored, as the task "
+            f"{task!r} has no sequences; leave it out"
+        )

@@ -86,6 +86,3 @@ class TextSettings(TaskSettings):
             )
         except ConfigError as error:
             raise ConfigError(f"task: {error}") from None
-
-
-TASKS: dict[str, type[TaskSettings]] = {"text": TextSettings}
