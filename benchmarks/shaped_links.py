@@ -172,7 +172,7 @@ def utilisation(arguments: argparse.Namespace) -> dict[str, Any]:
             "inner_steps": arguments.inner_steps, "parameters": arguments.parameters,
             "step_time_s": step_s, "delay_s": arguments.delay,
         }  # fmt: skip
-        with shaped_hosts(WORKERS, mbit=arguments.mbit) as hosts:
+        with shaped_hosts(WORKERS, mbit=arguments.mbit, mtu=arguments.mtu) as hosts:
             events = cluster(hosts, options)
         measured = sum(map(steady_utilization, events)) / WORKERS
         job = make_job(options)
@@ -212,7 +212,7 @@ async def exchange_end(options: dict[str, Any]) -> None:
 def exchange(arguments: argparse.Namespace) -> dict[str, Any]:
     ideal = arguments.parameters * 32 / (arguments.mbit * 1e6)
     with (
-        shaped_hosts(2, mbit=arguments.mbit) as hosts,
+        shaped_hosts(2, mbit=arguments.mbit, mtu=arguments.mtu) as hosts,
         tempfile.TemporaryDirectory() as folder,
     ):
         certs = Path(folder) / "certs"
@@ -240,7 +240,7 @@ def cut(arguments: argparse.Namespace) -> dict[str, Any]:
         "parameters": 200_000, "step_time_s": 0.4, "delay_s": 0.0, "deadline_s": 10.0,
         "meanwhile": "cut",
     }  # fmt: skip
-    with shaped_hosts(WORKERS, mbit=arguments.mbit) as hosts:
+    with shaped_hosts(WORKERS, mbit=arguments.mbit, mtu=arguments.mtu) as hosts:
         events = cluster(hosts, options)
     ended = [w for w, own in enumerate(events) if own and own[-1]["kind"] == "end"]
     joined = [e["round"] for e in events[3] if e["kind"] == "joined"]
@@ -254,6 +254,7 @@ def main() -> None:
     parser.add_argument("--options", help=argparse.SUPPRESS)
     parser.add_argument("--parameters", type=int, default=4_000_000)
     parser.add_argument("--mbit", type=float, default=100)
+    parser.add_argument("--mtu", type=int, default=9000, help="bytes of the largest packet")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--inner-steps", type=int, default=5)
     parser.add_argument("--delay", type=float, default=0.0, help="one way, seconds")

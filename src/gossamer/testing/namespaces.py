@@ -46,7 +46,12 @@ class Hosts:
     @property
     def hub(self) -> list[str]:
         """The command prefix to run something on the hub."""
-        return ["ip", "netns", "exec", f"{self.prefix}hub"]
+        return ["ip", "netns", "exec", self.hub_name]
+
+    @property
+    def hub_name(self) -> str:
+        """Of its namespace."""
+        return f"{self.prefix}hub"
 
     def inside(self, host: int) -> list[str]:
         """The command prefix to run something on a host."""
@@ -68,6 +73,11 @@ class Hosts:
         """Put it back."""
         _ip("-n", self.name(host), "link", "set", "eth0", "up")
 
+    def sent_bytes(self, host: int) -> int:
+        """All that has left a host through its cable, frames and all."""
+        path = "/sys/class/net/eth0/statistics/tx_bytes"
+        return int(subprocess.check_output([*self.inside(host), "cat", path]))
+
     def part(self, first: int, second: int) -> None:
         """Lose all that the two send each other; their other traffic goes on."""
         for here, there in ((first, second), (second, first)):
@@ -80,10 +90,15 @@ class Hosts:
 
 
 @contextmanager
-def shaped_hosts(num_hosts: int, *, mbit: float) -> Iterator[Hosts]:
-    """`num_hosts` hosts on links of `mbit` Mbit/s each way, removed at the end."""
+def shaped_hosts(num_hosts: int, *, mbit: float, mtu: int = 9000) -> Iterator[Hosts]:
+    """`num_hosts` hosts on links of `mbit` Mbit/s each way, removed at the end.
+
+    Args:
+        mtu: bytes of the largest packet. With 9000 headers take 0.7 % of the line, with Ethernet's
+            usual 1500 4.5 %; and a slow start after a rest ends sooner.
+    """
     hosts = Hosts(num_hosts, f"g{os.getpid()}")
-    hub = f"{hosts.prefix}hub"
+    hub = hosts.hub_name
     try:
         _ip("netns", "add", hub)
         _ip("-n", hub, "link", "set", "lo", "up")
@@ -91,14 +106,14 @@ def shaped_hosts(num_hosts: int, *, mbit: float) -> Iterator[Hosts]:
         _ip("-n", hub, "link", "set", "br0", "up")
         _ip("-n", hub, "addr", "add", f"{HUB_ADDRESS}/24", "dev", "br0")
         for host in range(num_hosts):
-            _plug_in(hosts, hub, host, mbit)
+            _plug_in(hosts, hub, host, mbit, mtu)
         yield hosts
     finally:
         for name in [*(hosts.name(host) for host in range(num_hosts)), hub]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def _plug_in(hosts: Hosts, hub: str, host: int, mbit: float) -> None:
+def _plug_in(hosts: Hosts, hub: str, host: int, mbit: float, mtu: int) -> None:
     name, port = hosts.name(host), f"p{host}"
     _ip("netns", "add", name)
     _ip("-n", name, "link", "set", "lo", "up")
@@ -111,9 +126,11 @@ def _plug_in(hosts: Hosts, hub: str, host: int, mbit: float) -> None:
     _ip("-n", hub, "link", "set", port, "master", "br0", "up")
     _ip("-n", name, "link", "set", f"e{host}", "name", "eth0")
     _ip("-n", name, "addr", "add", f"{hosts.address(host)}/24", "dev", "eth0")
+    _ip("-n", name, "link", "set", "eth0", "mtu", str(mtu))
+    _ip("-n", hub, "link", "set", port, "mtu", str(mtu))
     _ip("-n", name, "link", "set", "eth0", "up")
     rate = f"{mbit}mbit"
-    shape = ["rate", rate, "ceil", rate, "burst", "32k", "cburst", "32k", "quantum", "3000"]
+    shape = ["rate", rate, "ceil", rate, "burst", "32k", "cburst", "32k", "quantum", str(max(3000, mtu))]
     for inside, device in ((name, "eth0"), (hub, port)):
         on = ["dev", device]
         _tc(inside, "qdisc", "add", *on, "root", "handle", "1:", "htb", "default", "10")
