@@ -18,10 +18,14 @@ from typing import Any
 
 from programs import HeldTask, make_job
 
+from gossamer.cluster.certs import issue
 from gossamer.cluster.job import Job
+from gossamer.testing.namespaces import HUB_ADDRESS, Hosts
 
 PATIENCE_S = 60.0
 """For what happens within a second or two unless the machine is very busy."""
+
+PORT = 7000  # on hosts of their own
 
 Event = dict[str, Any]
 
@@ -193,13 +197,19 @@ class Forge:
 
 
 class Cluster:
-    """One run: a coordinator process and its workers."""
+    """One run: a coordinator process and its workers, on `hosts` where they are given."""
 
-    def __init__(self, forge: Forge, folder: Path, **job: Any) -> None:
-        self._forge, self.folder, self.job_options = forge, folder, job
+    def __init__(self, forge: Forge, folder: Path, hosts: Hosts | None = None, **job: Any) -> None:
+        self._forge, self.folder, self.job_options, self._hosts = forge, folder, job, hosts
         self.workers: dict[int, Process] = {}
         self.job: Job = make_job(job, lambda point, round_index: None)
         self.address = "127.0.0.1:0"
+        self._on_hub: dict[str, Any] = {}
+        if hosts is not None:
+            self.address = f"{HUB_ADDRESS}:{PORT}"
+            certs = folder / "certs"
+            issue(certs, self.job.training.workers)
+            self._on_hub = {"namespace": hosts.hub_name, "certs": str(certs)}
         self.coordinator = self.start_coordinator()
 
     def start_coordinator(self) -> Process:
@@ -214,7 +224,9 @@ class Cluster:
             "configuration": job.configuration,
             **self.job_options.get("coordinator_settings", {}),
         }
-        process = self._forge.start({"program": "coordinator", "settings": settings})
+        process = self._forge.start(
+            {"program": "coordinator", "settings": settings, **self._on_hub}
+        )
         self.address = process.wait("listening")["address"]
         self.coordinator = process
         return process
@@ -224,6 +236,9 @@ class Cluster:
         given = {"program": "worker", "worker": worker, "coordinator": self.address}
         if self.job_options.get("saves"):
             given["folder"] = str(self.folder)
+        if self._hosts is not None:
+            given["listen"] = f"{self._hosts.address(worker)}:{PORT}"
+            given |= {**self._on_hub, "namespace": self._hosts.name(worker)}
         process = self._forge.start({**self.job_options, **given, **options})
         self.workers[worker] = process
         return process

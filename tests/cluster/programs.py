@@ -34,6 +34,7 @@ from torch import Tensor
 
 import gossamer.cluster.checkpoint
 import gossamer.cluster.worker
+from gossamer.cluster.certs import COORDINATOR, Credentials, worker_name
 from gossamer.cluster.context import ClusterContext
 from gossamer.cluster.control import Client
 from gossamer.cluster.coordinator import serve
@@ -44,6 +45,7 @@ from gossamer.cluster.worker import WorkerProcess
 from gossamer.comm.context import MethodState, Tag
 from gossamer.errors import GossamerError
 from gossamer.methods import build_method
+from gossamer.testing.agent import enter_namespace
 from gossamer.training.problems import TinyMLP
 from gossamer.training.replica import Replica
 from gossamer.training.settings import Training
@@ -172,10 +174,17 @@ class TellingProcess(WorkerProcess):
         return super().state_digest(state)
 
 
+def credentials_of(options: dict[str, Any], name: str) -> Credentials | None:
+    folder = options.get("certs")
+    return None if folder is None else Credentials.load(Path(folder), name)
+
+
 def run_worker(options: dict[str, Any], tell: Tell, holds: Holds) -> None:
     process = TellingProcess(
         make_job(options, holds.reach),
         coordinator=options["coordinator"],
+        listen=options.get("listen", "127.0.0.1:0"),
+        credentials=credentials_of(options, worker_name(options.get("worker") or 0)),
         folder=Path(options["folder"]) if options.get("folder") else None,
         worker=options.get("worker"),
         rate=options.get("rate"),
@@ -195,12 +204,21 @@ def run_worker(options: dict[str, Any], tell: Tell, holds: Holds) -> None:
 def run_coordinator(options: dict[str, Any], tell: Tell) -> None:
     tell_address = lambda address: tell("listening", {"address": address})  # noqa: E731
     settings = CoordinatorSettings.model_validate(options["settings"])
-    status = asyncio.run(serve(settings, listener=tell, on_start=tell_address, linger_s=0.5))
+    work = serve(
+        settings,
+        credentials=credentials_of(options, COORDINATOR),
+        listener=tell,
+        on_start=tell_address,
+        linger_s=0.5,
+    )
+    status = asyncio.run(work)
     tell("end", {"status": status.model_dump(mode="json")})
 
 
 def run_program(options: dict[str, Any], address: str) -> None:
     """One forked process, from its connection with the test to its end."""
+    if options.get("namespace"):
+        enter_namespace(options["namespace"])
     line = socket.socket(socket.AF_UNIX)
     line.connect(address)
 
