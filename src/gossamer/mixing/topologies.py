@@ -156,9 +156,7 @@ class Torus(_Ranked):
 
         rows, columns = torus_shape(count)
         grid = networkx.grid_2d_graph(rows, columns, periodic=True)
-        return [
-            (a * columns + b, c * columns + d) for (a, b), (c, d) in grid.edges if a != c or b != d
-        ]
+        return [(a * columns + b, c * columns + d) for (a, b), (c, d) in grid.edges]
 
 
 def torus_shape(count: int) -> tuple[int, int]:
