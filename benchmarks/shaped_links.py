@@ -98,6 +98,7 @@ def worker_main(options: dict[str, Any]) -> None:
         worker=worker,
         delay_s=options["delay_s"],
         events=tell,
+        digests=False,
     )
     tell("end", {"summary": asyncio.run(process.run())})
 
