@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from gossamer.cluster.context import Trains
 from gossamer.comm.donation import Moments
-from gossamer.methods.base import Method
+from gossamer.methods.base import Method, training_of
 from gossamer.training.engine import Engine
 from gossamer.training.settings import Training
 from gossamer.training.task import Prepares, Task
@@ -99,8 +99,9 @@ class Job:
             self.task.prepare(
                 num_workers=self.training.workers, seed=self.seed, num_steps=total_steps
             )
+        training = training_of(self.method, self.training)
         engine = Engine(
-            self.task, self.training, seed=self.seed, total_steps=total_steps, real=True
+            self.task, training, seed=self.seed, total_steps=total_steps, real=True
         )
         self.method.validate_for(engine.layout, self.training.workers)
         return engine
@@ -111,7 +112,7 @@ class Job:
         return {
             "seed": self.seed,
             "method": {"name": self.method.name, **self.method.model_dump(mode="json")},
-            "train": self.training.model_dump(mode="json"),
+            "train": training_of(self.method, self.training).model_dump(mode="json"),
             "task": dict(self.about_task),
             "deadline_s": self.deadline_s,
             "rejoin_moments": self.moments,

@@ -133,9 +133,10 @@ def join(
 
     Raises `ConfigError` for a method that must see each step's gradient.
     """
-    if method.moments_are_shared:
+    if method.moments_are_shared or method.makes_own_steps:
+        uses = "makes its own steps from" if method.makes_own_steps else "averages"
         raise ConfigError(
-            f"{method.name} averages the gradients of each step, which a loop of one's own does "
+            f"{method.name} {uses} the gradients of each step, which a loop of one's own does "
             f"not hand over; local_sgd with inner_steps = 1 averages the parameters after each"
         )
     options = _Options(

@@ -5,12 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from gossamer.errors import ConfigError, nearest
+from gossamer.methods.anytime_sgd import AnytimeSGD
 from gossamer.methods.base import Method
 from gossamer.methods.data_parallel import DataParallel
 from gossamer.methods.diloco import DiLoCo
 from gossamer.methods.factored_gossip import FactoredGossip
+from gossamer.methods.fedac import FedAC
+from gossamer.methods.local_mixvr import LocalMixVR
+from gossamer.methods.local_momentum import LocalMomentum
 from gossamer.methods.local_sgd import LocalSGD
+from gossamer.methods.minibatch_asgd import MinibatchASGD
+from gossamer.methods.minibatch_sgd import MinibatchSGD
+from gossamer.methods.mu2_sgd import Mu2SGD
 from gossamer.methods.noloco import NoLoCo
+from gossamer.methods.slowcal_sgd import SlowcalSGD
+from gossamer.methods.storm import Storm
 
 METHODS: dict[str, type[Method]] = {
     method.name: method
@@ -20,6 +29,15 @@ METHODS: dict[str, type[Method]] = {
         DiLoCo,
         FactoredGossip,
         NoLoCo,
+        LocalMixVR,
+        MinibatchSGD,
+        MinibatchASGD,
+        LocalMomentum,
+        SlowcalSGD,
+        FedAC,
+        Mu2SGD,
+        AnytimeSGD,
+        Storm,
     )
 }
 
@@ -55,11 +73,20 @@ __all__ = [
     "METHODS",
     "PAPER_SUBSET",
     "PRESETS",
+    "AnytimeSGD",
     "DataParallel",
     "DiLoCo",
     "FactoredGossip",
+    "FedAC",
+    "LocalMixVR",
+    "LocalMomentum",
     "LocalSGD",
     "Method",
+    "MinibatchASGD",
+    "MinibatchSGD",
+    "Mu2SGD",
     "NoLoCo",
+    "SlowcalSGD",
+    "Storm",
     "build_method",
 ]

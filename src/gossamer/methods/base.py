@@ -15,6 +15,7 @@ from gossamer.errors import ConfigError
 from gossamer.settings import Settings
 from gossamer.training.layout import ParameterLayout
 from gossamer.training.replica import Replica
+from gossamer.training.settings import Training
 
 S = TypeVar("S", bound=MethodState)
 
@@ -51,9 +52,21 @@ class Method(Settings):
     def validate_for(self, layout: ParameterLayout, num_workers: int) -> None:
         """Raise `ConfigError` where these hyperparameters do not fit the model or the run."""
 
+    def validate_training(self, training: Training) -> None:
+        """Raise `ConfigError` where these hyperparameters do not fit the recipe's [train]."""
+
     def needs_numerics(self) -> str | None:
         """Why this method cannot run without numerics, or None where it can."""
         return None
+
+    @property
+    def makes_own_steps(self) -> bool:
+        """Whether it makes its steps itself, from `Context.gradients`.
+
+        Of the recipe's [train] it then uses the learning rate and its schedule. There is no inner
+        optimizer, momentum, weight decay or clipping, and settings of them are refused.
+        """
+        return False
 
     @property
     def moments_are_shared(self) -> bool:
@@ -64,6 +77,38 @@ class Method(Settings):
     def overlaps(self) -> bool:
         """Whether part of the communication is hidden behind training."""
         return False
+
+
+# What [train] says of a method that makes its own steps: a plain step, of a plain gradient.
+_OWN_STEPS: dict[str, Any] = {
+    "optimizer": "sgd",
+    "momentum": 0.0,
+    "weight_decay": 0.0,
+    "clip_norm": 0.0,
+    "beta1": Training.model_fields["beta1"].default,
+    "beta2": Training.model_fields["beta2"].default,
+    "epsilon": Training.model_fields["epsilon"].default,
+}
+
+
+def training_of(method: Method, training: Training) -> Training:
+    """The [train] that is in force with `method`.
+
+    For a method that makes its own steps the defaults of the inner optimizer, weight decay and
+    clipping give way to none at all. Raises `ConfigError` where one of them was set to more, or
+    where the method's hyperparameters do not fit.
+    """
+    method.validate_training(training)
+    if not method.makes_own_steps:
+        return training
+    for name, plain in _OWN_STEPS.items():
+        value = getattr(training, name)
+        if name in training.model_fields_set and value != plain:
+            raise ConfigError(
+                f"train.{name}: {value!r} would be ignored: {method.name} makes its steps itself, "
+                f"with no inner optimizer, weight decay or clipping; leave it out, or set {plain!r}"
+            )
+    return Training(**{**training.model_dump(exclude_unset=True), **_OWN_STEPS})
 
 
 def outer_learning_rate(default: float = 0.7) -> Any:
