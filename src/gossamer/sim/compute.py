@@ -75,7 +75,7 @@ class ComputeModel:
 
     Args:
         timing: step time, speeds, jitter, stalls.
-        faults: slow phases (work proceeds at 1 / factor) and hangs (no work).
+        faults: slow phases (work proceeds at 1 / factor), hangs and failures of chips (no work).
         num_workers: workers are 0 .. num_workers - 1.
         seed: of jitter and stalls.
 
@@ -134,7 +134,7 @@ class ComputeModel:
 
     def _is_disturbed(self, worker: int, at_ns: int) -> bool:
         faults = self._faults
-        return faults.slow_factor(worker, at_ns) > 1 or faults.frozen_until(worker, at_ns) > at_ns
+        return faults.slow_factor(worker, at_ns) > 1 or faults.stopped_until(worker, at_ns) > at_ns
 
     def _clean_run(
         self, worker: int, step: int, end: int, now_ns: int, change_ns: int | None
@@ -157,7 +157,7 @@ class ComputeModel:
         """When `work_ns` of work begun at `now_ns` is done, through hangs and slow phases."""
         faults, left = self._faults, Fraction(work_ns)
         while left > 0:
-            now_ns = faults.frozen_until(worker, now_ns)
+            now_ns = faults.stopped_until(worker, now_ns)
             factor = Fraction(faults.slow_factor(worker, now_ns))
             change_ns = faults.next_compute_change(worker, now_ns)
             end_ns = now_ns + math.ceil(left * factor)

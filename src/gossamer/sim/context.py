@@ -138,10 +138,7 @@ class SimContext:
             await sleep_until_ns(end)
         finally:
             self.training = False
-        frozen = world.plan.windows("hang", worker, start, end)
-        self.stats.train_ns += end - start
-        for window in frozen:
-            self.stats.train_ns -= min(end, window.end_ns) - max(start, window.start_ns)
+        self.stats.train_ns += end - start - world.plan.stopped_ns(worker, start, end)
         self.last_progress_ns = end
 
     async def train(self, num_steps: int) -> TrainReport:

@@ -21,6 +21,7 @@ from pydantic import Field, model_validator
 from gossamer.errors import ConfigError
 from gossamer.seeding import derive_seed
 from gossamer.settings import Settings
+from gossamer.sim.chaos import Chaos, Stops
 from gossamer.sim.clock import to_ns
 from gossamer.units import Duration, format_duration
 
@@ -121,6 +122,7 @@ class Faults(Settings):
     crashes: tuple[CrashAt, ...] = Field(
         default=(), description="processes that die, and perhaps return"
     )
+    chaos: Chaos | None = Field(default=None, description="failing chips; left out: none")
     outage_rate: float = _rate_field("outages")
     hang_rate: float = _rate_field("hangs")
     slow_rate: float = _rate_field("slow phases")
@@ -278,6 +280,11 @@ class FaultPlan:
             "slow", faults.slow, faults.slow_rate, faults.mean_slow, faults.slow_factor
         )
         self._crashes = self._timelines("crash", (), faults.crash_rate, faults.mean_downtime)
+        self._stops = (
+            [Stops(faults.chaos, num_workers, seed, worker) for worker in range(num_workers)]
+            if faults.chaos is not None
+            else []
+        )
         self._partitions = [_as_partition(p, num_workers) for p in faults.partitions]
         self._change_cache: tuple[int, int | None] | None = None
         self.has_link_faults = bool(self._partitions) or not all(t.is_empty for t in self._outages)
@@ -331,14 +338,30 @@ class FaultPlan:
             at_ns = max(window.end_ns for window in covering)
         return at_ns
 
+    def stopped_until(self, worker: int, at_ns: int) -> int:
+        """When `worker` computes again, after hangs and failures of its chips."""
+        until = self.frozen_until(worker, at_ns)
+        while self._stops and (later := self._stops[worker].until(until)) > until:
+            until = self.frozen_until(worker, later)
+        return until
+
+    def stopped_ns(self, worker: int, start_ns: int, end_ns: int) -> int:
+        """For how long of [start_ns, end_ns) it computes nothing, for the same reasons."""
+        stops = self.windows("hang", worker, start_ns, end_ns)
+        if self._stops:
+            mine = self._stops[worker].overlapping(start_ns, end_ns)
+            stops = _disjoint([*stops, *(Window(*stop) for stop in mine)], start_ns, end_ns)
+        return sum(stop.end_ns - stop.start_ns for stop in stops)
+
     def slow_factor(self, worker: int, at_ns: int) -> float:
         """How many times longer work takes on `worker` at `at_ns` (1.0: full speed)."""
         covering = self._slow[worker].overlapping(at_ns, at_ns + 1)
         return max((window.factor for window in covering), default=1.0)
 
     def next_compute_change(self, worker: int, after_ns: int) -> int | None:
-        """When a hang or a slow phase of `worker` next begins or ends."""
-        changes = (t[worker].next_boundary(after_ns) for t in (self._hangs, self._slow))
+        """When a hang, a slow phase or a stop of `worker` next begins or ends."""
+        changes = [t[worker].next_boundary(after_ns) for t in (self._hangs, self._slow)]
+        changes += [stops.next_change(after_ns) for stops in self._stops[worker : worker + 1]]
         return min((change for change in changes if change is not None), default=None)
 
     def link_up(self, src: int, dst: int, at_ns: int) -> bool:
@@ -396,6 +419,9 @@ class FaultPlan:
             for what, rate, mean, more in rates
             if rate > 0
         ]
+        if faults.chaos is not None:
+            rate = faults.chaos.rate(self.num_workers)
+            lines.append(f"chips: {3600 * rate:g} failures per worker and hour (seed {self.seed})")
         return lines
 
 
