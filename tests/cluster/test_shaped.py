@@ -20,8 +20,8 @@ from gossamer.testing.namespaces import missing, shaped_hosts
 REASON = missing()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
 
-MBIT = 20.0
-INNER_STEPS, STEP_TIME_S = 4, 0.05
+MBIT = 10.0
+INNER_STEPS, STEP_TIME_S = 4, 0.1
 
 
 def steady_utilization(worker: Process) -> float:
