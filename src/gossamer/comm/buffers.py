@@ -13,6 +13,7 @@ import torch
 from gossamer.comm.collectives import average_survivors
 from gossamer.comm.context import Context, Round
 from gossamer.errors import CommError
+from gossamer.mixing.matchings import partner_of, random_matching
 
 
 async def synchronise_buffers(ctx: Context, round_: Round, group: Sequence[int]) -> None:
@@ -38,3 +39,13 @@ async def synchronise_buffers(ctx: Context, round_: Round, group: Sequence[int])
             except CommError:
                 continue
             torch.maximum(replica.counters, theirs, out=replica.counters)
+
+
+async def synchronise_buffers_in_pairs(ctx: Context, round_: Round) -> None:
+    """Agree on buffers with one random peer: for methods in which no larger group meets."""
+    replica = ctx.replica
+    if replica.buffers.numel() or replica.counters.numel():
+        pairs = random_matching(ctx.seed, round_.index, round_.members.workers, "buffers")
+        partner = partner_of(ctx.worker, pairs)
+        if partner is not None:
+            await synchronise_buffers(ctx, round_, tuple(sorted((ctx.worker, partner))))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from gossamer.errors import ConfigError, nearest
+from gossamer.methods.a2cid2 import A2CiD2
+from gossamer.methods.ad_psgd import ADPSGD
 from gossamer.methods.anytime_sgd import AnytimeSGD
 from gossamer.methods.base import Method
 from gossamer.methods.data_parallel import DataParallel
@@ -38,6 +40,8 @@ METHODS: dict[str, type[Method]] = {
         Mu2SGD,
         AnytimeSGD,
         Storm,
+        A2CiD2,
+        ADPSGD,
     )
 }
 
@@ -70,9 +74,11 @@ def build_method(name: str, values: dict[str, Any]) -> Method:
 
 
 __all__ = [
+    "ADPSGD",
     "METHODS",
     "PAPER_SUBSET",
     "PRESETS",
+    "A2CiD2",
     "AnytimeSGD",
     "DataParallel",
     "DiLoCo",
