@@ -20,6 +20,7 @@ PURE = {
     "collections",
     "dataclasses",
     "enum",
+    "fractions",
     "functools",
     "itertools",
     "math",

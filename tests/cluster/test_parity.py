@@ -21,6 +21,15 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("GlobalM1LocalM2", {"inner_steps": 6, "mix2_subset": ["2.*"]}),
     ("GlobalM1LocalM2", {"inner_steps": 6, "js_threshold": 0.0}),
     ("LocalM1M2", {"inner_steps": 6}),
+    ("local_mixvr", {"inner_steps": 6, "alpha": 0.4}),
+    ("minibatch_sgd", {"inner_steps": 6}),
+    ("minibatch_asgd", {"inner_steps": 6, "form": "ac_sa"}),
+    ("local_momentum", {"inner_steps": 6}),
+    ("slowcal_sgd", {"inner_steps": 6}),
+    ("fedac", {"inner_steps": 6}),
+    ("mu2_sgd", {"inner_steps": 6}),
+    ("anytime_sgd", {"inner_steps": 6}),
+    ("storm", {"inner_steps": 6}),
 ]
 
 

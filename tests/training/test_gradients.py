@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from gossamer.cluster.own_model import OwnModel
 from gossamer.comm.context import Context, Round
-from gossamer.errors import ConfigError
+from gossamer.errors import ConfigError, NonFiniteError
 from gossamer.seeding import torch_stream
 from gossamer.sim.compute import Timing
 from gossamer.sim.faults import Faults, SlowPhase
 from gossamer.testing import run_workers
 from gossamer.training.engine import Engine
-from gossamer.training.problems import Quadratic, TinyMLP
+from gossamer.training.problems import Quadratic, TinyMLP, Vector
 from gossamer.training.replica import Replica
 from gossamer.training.settings import Training
 from gossamer.training.task import Task
@@ -215,6 +215,28 @@ def test_a_point_that_is_not_finite_is_named(bad: int) -> None:
     (lost,) = outcome.lost
     assert lost["worker"] == 1
     assert "worker 1 is not finite after 1 inner steps (learning rate 0.125)" in lost["reason"]
+
+
+class Root:
+    """The loss is sqrt(|w|), 0 at the start, where its slope is infinite."""
+
+    def build(self) -> nn.Module:
+        return Vector(3, torch.float32)
+
+    def train_batch(self, worker: int, step: int) -> None:
+        return None
+
+    def eval_batches(self) -> list[None]:
+        return [None]
+
+    def loss(self, model: nn.Module, batch: None) -> Tensor:
+        return model().abs().sum().sqrt()  # type: ignore[no-any-return]
+
+
+def test_a_gradient_that_is_not_finite_is_found_where_the_loss_is() -> None:
+    engine, replica = engine_of(Root())
+    with pytest.raises(NonFiniteError, match="gradient of worker 0 is not finite after 0 inner"):
+        engine.gradients(replica, engine.hold([replica.parameters]), 1)
 
 
 Work = Callable[[Context, Round], Awaitable[None]]

@@ -73,7 +73,7 @@ class MinibatchASGD(Method):
     @model_validator(mode="after")
     def _no_setting_is_ignored(self) -> MinibatchASGD:
         if self.form == "ac_sa" and self.momentum != type(self).model_fields["momentum"].default:
-            raise ValueError('momentum needs form = "nesterov"; "ac_sa" has its own')
+            raise ValueError('momentum: needs form = "nesterov"; "ac_sa" has its own')
         return self
 
     @property
