@@ -163,11 +163,18 @@ def test_form_b_chooses_both_or_none() -> None:
     assert optimal_choice(laplacian, form="B", gamma=0) == optimal_choice(
         laplacian, form="A", gamma=0
     )
-    parts = mixing_graph(
-        EdgeList(pairs=((0, 1), (2, 3))), "laplacian", seed=0, round_index=0, members=range(4)
-    )
-    with pytest.raises(ConfigError, match="not connected"):
-        optimal_choice(parts.laplacian(), form="A")
+
+
+def test_parts_of_a_graph_have_the_pace_of_the_slowest() -> None:
+    graph = mixing_graph(
+        EdgeList(pairs=((0, 1), (2, 3), (3, 4))),
+        "laplacian", seed=0, round_index=0, members=range(5),
+    )  # fmt: skip
+    # eigenvalues 2 of the pair, 1 and 3 of the path
+    choice = optimal_choice(graph.laplacian(), form="A")
+    assert choice.alpha == pytest.approx(4 / (math.sqrt(3) + 1) ** 2)
+    assert optimal_choice(np.zeros((1, 1)), form="A") == (1, 0)
+    assert optimal_choice(np.zeros((3, 3)), form="B", gamma=0.3) == (1, 0.3)
 
 
 def test_a_stable_choice_is_stable() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from gossamer.comm.collectives import check_finite
@@ -14,7 +15,13 @@ _LAST_LOOK = 0.01  # deadlines: the least time that is given to a message
 
 
 async def exchange(
-    ctx: Context, tag: Tag, payload: Tensor, peers: Sequence[int], *, exact: bool = False
+    ctx: Context,
+    tag: Tag,
+    payload: Tensor,
+    peers: Sequence[int],
+    *,
+    exact: bool = False,
+    seconds: dict[int, float] | None = None,
 ) -> dict[int, Tensor]:
     """Send `payload` to each peer and take theirs, full duplex: what came of the edges that held.
 
@@ -26,35 +33,46 @@ async def exchange(
         payload: contiguous, same shape on all workers.
         peers: sorted workers, without this one; each has this one among its own.
         exact: charge the payload's own bytes (see `Context.send`).
+        seconds: filled with how long ours took to each peer whose edge held, whether or not it
+            was ready for it.
 
     Returns:
         The payloads of the peers whose edge held, in the order of `peers`.
     """
+    begun = ctx.now()
     transfers = {peer: ctx.send(peer, tag, payload, exact=exact) for peer in peers}
-    until = ctx.now() + ctx.deadline
     received: dict[int, Tensor] = {}
-    for peer, transfer in transfers.items():
-        timeout = max(until - ctx.now(), ctx.deadline * _LAST_LOOK)
-        try:
-            received[peer] = await ctx.recv(peer, tag, timeout=timeout)
-        except CommError:
-            _give_up(ctx, transfer)
-    for peer in list(received):
-        try:
-            await transfers[peer].delivered()
-        except CommError:
-            del received[peer]
-            _give_up(ctx, transfers[peer])
+    async with ctx.task_group() as tasks:
+        accepted = {
+            peer: tasks.start(_accepted(ctx, transfer)) for peer, transfer in transfers.items()
+        }
+        for peer, transfer in transfers.items():
+            timeout = max(begun + ctx.deadline - ctx.now(), ctx.deadline * _LAST_LOOK)
+            try:
+                received[peer] = await ctx.recv(peer, tag, timeout=timeout)
+            except CommError:
+                transfer.cancel()
+        for peer, at in accepted.items():
+            accepted_s = await at
+            if accepted_s is None:
+                received.pop(peer, None)
+                transfers[peer].cancel()
+            elif peer in received and seconds is not None:
+                seconds[peer] = accepted_s - begun
     return received
 
 
-def _give_up(ctx: Context, transfer: Transfer) -> None:
-    transfer.cancel()
-    ctx.record("failed_exchanges", 1.0)
+async def _accepted(ctx: Context, transfer: Transfer) -> float | None:
+    """When the receiver had accepted a transfer, in seconds; None where it did not."""
+    try:
+        await transfer.delivered()
+    except CommError:
+        return None
+    return ctx.now()
 
 
 def add_differences_(
-    values: Tensor, received: dict[int, Tensor], weights: Sequence[tuple[int, float]]
+    values: Tensor, received: Mapping[int, Tensor], weights: Sequence[tuple[int, float]]
 ) -> None:
     """`x <- x + sum_j w_j (x_j - x)` in place, in the order of `weights`.
 
@@ -81,6 +99,8 @@ async def mix_neighbours(
     neighbours: Sequence[tuple[int, float]],
     *,
     step: int = 0,
+    exact: bool = False,
+    seconds: dict[int, float] | None = None,
 ) -> tuple[int, ...]:
     """`x_i <- x_i + sum_j W_ij (x_j - x_i)` in place over the neighbours whose edge held.
 
@@ -93,6 +113,7 @@ async def mix_neighbours(
         neighbours: (peer, W_ij), sorted by peer; both ends give the same weight. See
             `MixingGraph.neighbours`.
         step: position in the round, where a round has several.
+        exact, seconds: see `exchange`.
 
     Returns:
         The peers that were mixed with.
@@ -101,6 +122,33 @@ async def mix_neighbours(
     """
     check_finite(ctx, values, f"{kind} vector")
     peers = [peer for peer, _ in neighbours]
-    received = await exchange(ctx, round_.tag(kind, step=step), values, peers)
+    tag = round_.tag(kind, step=step)
+    received = await exchange(ctx, tag, values, peers, exact=exact, seconds=seconds)
     add_differences_(values, received, neighbours)
+    if len(received) < len(peers):
+        ctx.record("failed_exchanges", float(len(peers) - len(received)))
     return tuple(received)
+
+
+async def mix_buffers(
+    ctx: Context, round_: Round, neighbours: Sequence[tuple[int, float]], *, step: int = 0
+) -> None:
+    """Mix float buffers with neighbours, and take the maximum of integer ones, in place.
+
+    Models without buffers send nothing.
+
+    Args:
+        neighbours: as in `mix_neighbours`, with weights that leave the own one at 0 or more, so
+            that variances stay so.
+    """
+    replica = ctx.replica
+    if replica.buffers.numel():
+        await mix_neighbours(
+            ctx, round_, "buffers", replica.buffers, neighbours, step=step, exact=True
+        )
+    if replica.counters.numel():
+        tag = round_.tag("counters", step=step)
+        peers = [peer for peer, _ in neighbours]
+        received = await exchange(ctx, tag, replica.counters.clone(), peers, exact=True)
+        for theirs in received.values():
+            torch.maximum(replica.counters, theirs, out=replica.counters)

@@ -20,7 +20,7 @@ from gossamer.errors import ConfigError
 from gossamer.mixing.graphs import Weights
 from gossamer.mixing.matrices import Matrix, global_matrix
 from gossamer.mixing.spectra import (
-    ends_of_spectrum,
+    ZERO,
     exchangeable_moments,
     graphs_of_period,
     nontrivial_eigenvalues,
@@ -118,7 +118,7 @@ def optimal_choice(
     alpha: float | None = None,
     gamma: float | None = None,
 ) -> Choice:
-    """The alpha and gamma with the fastest consensus on one fixed connected graph.
+    """The alpha and gamma with the fastest consensus on one fixed graph.
 
     With l = l_2, L = l_M of the Laplacian and chi = L / l:
 
@@ -134,11 +134,16 @@ def optimal_choice(
         alpha: keep this one and choose gamma for it.
         gamma: keep this one and choose alpha for it.
 
-    Raises `ConfigError` where the graph is not connected, or form B leaves only one to choose.
+    Parts of a graph that is not connected each agree within themselves at that pace; without any
+    edge alpha is 1 and gamma 0.
+
+    Raises `ConfigError` where form B leaves only one to choose.
     """
-    low, high = ends_of_spectrum(laplacian)
-    if low == 0:
-        raise ConfigError("the graph is not connected, so no choice of alpha and gamma would agree")
+    eigenvalues = nontrivial_eigenvalues(laplacian)
+    positive = eigenvalues[eigenvalues > ZERO * max(1.0, eigenvalues.max(initial=0.0))]
+    if len(positive) == 0:
+        return Choice(1.0 if alpha is None else alpha, gamma or 0.0)
+    low, high = float(positive[0]), float(positive[-1])
     if form == "A" or gamma == 0:
         if alpha is not None and gamma is None:
             roots = (1 - math.sqrt(alpha * low)) ** 2, (1 - math.sqrt(alpha * high)) ** 2

@@ -31,7 +31,7 @@ from gossamer.mixing.topologies import (
     torus_shape,
 )
 
-_ZERO = 1e-9  # eigenvalues of a Laplacian below this, times the largest, are zero
+ZERO = 1e-9  # eigenvalues of a Laplacian below this, times the largest, are zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def ends_of_spectrum(laplacian: Matrix) -> tuple[float, float]:
     if len(eigenvalues) == 0:
         raise ConfigError("one worker alone has no spectrum")
     smallest, largest = float(eigenvalues[0]), float(eigenvalues[-1])
-    return (smallest if smallest > _ZERO * max(largest, 1.0) else 0.0), largest
+    return (smallest if smallest > ZERO * max(largest, 1.0) else 0.0), largest
 
 
 def exchangeable_moments(graph: MixingGraph, alpha: float) -> tuple[float, float]:
