@@ -21,11 +21,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def hold_at(holds: Holds, mute: dict[str, int]) -> None:
     Messages with all of `mute`'s properties (fields of a tag, and the receiver) are never written.
     """
     put, recv, send = Sending._put, ClusterContext.recv, ClusterContext.send
-    save_file = gossamer.cluster.checkpoint.save_file
+    write_tensors = gossamer.cluster.checkpoint.write_tensors
 
     async def _put(self: Sending, call: Any, frame: bytes) -> None:
         told = {"receiver": self.header.receiver, **self.header.tag._asdict()}
@@ -122,15 +123,15 @@ def hold_at(holds: Holds, mute: dict[str, int]) -> None:
         holds.reach(f"received:{tag.kind}", tag.round_index)
         return payload
 
-    def held_save(tensors: dict[str, Tensor], path: Path) -> None:
-        save_file(tensors, path)
+    def held_write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+        write_tensors(path, tensors)
         if path.parent.name.startswith(".round-"):
             holds.reach("saving", int(path.parent.name.split("-")[1].split(".")[0]))
 
     Sending._put = _put  # type: ignore[method-assign]
     ClusterContext.send = held_send  # type: ignore[method-assign]
     ClusterContext.recv = held_recv  # type: ignore[method-assign]
-    gossamer.cluster.checkpoint.save_file = held_save
+    gossamer.cluster.checkpoint.write_tensors = held_write
 
 
 def be_quiet(holds: Holds) -> None:
@@ -191,9 +192,12 @@ def run_worker(options: dict[str, Any], tell: Tell, holds: Holds) -> None:
         delay_s=options.get("delay_s", 0.0),
         events=tell,
     )
+    if "largest_file_bytes" in options:
+        most = options["largest_file_bytes"]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     try:
         summary = asyncio.run(process.run())
-    except GossamerError as error:
+    except (GossamerError, OSError) as error:
         tell("error", {"type": type(error).__name__, "message": str(error)})
         raise SystemExit(1) from None
     replica = process._replica

@@ -12,10 +12,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gossamer.cluster.tensor_file import read_tensors, write_tensors
 from gossamer.comm.context import MethodState
 from gossamer.comm.state import state_scalars, state_tensors, with_tensors
 from gossamer.errors import CheckpointError
@@ -52,11 +51,14 @@ class WorkerCheckpoints:
         return self.root / f"round-{round_index:06d}"
 
     def save(self, replica: Replica, state: MethodState) -> Path:
-        """Write the boundary before round `state.rounds_completed`."""
+        """Write the boundary before round `state.rounds_completed`.
+
+        Raises `OSError` where the disk is full or may not be written to; what was there stays, and
+        nothing half-written does.
+        """
         folder = self._folder(state.rounds_completed)
         aside = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
         tensors: dict[str, Tensor] = {
             "parameters": replica.parameters,
             "buffers": replica.buffers,
@@ -66,9 +68,6 @@ class WorkerCheckpoints:
         if replica.optimizer is not None:
             own = replica.optimizer.state_tensors()
             tensors |= {f"moments.{name}": tensor for name, tensor in own.items()}
-        copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        save_file(copies, aside / "worker.safetensors")
-        _to_disk(aside / "worker.safetensors")
         document = {
             "schema_version": 1,
             "run_id": self.run_id,
@@ -77,8 +76,14 @@ class WorkerCheckpoints:
             "samples_completed": replica.samples_completed,
             "learning_rate": replica.learning_rate,
         }
-        (aside / "state.json").write_text(json.dumps(document), encoding="utf-8")
-        _to_disk(aside / "state.json")
+        try:
+            aside.mkdir(parents=True)
+            write_tensors(aside / "worker.safetensors", tensors)
+            (aside / "state.json").write_text(json.dumps(document), encoding="utf-8")
+            _to_disk(aside / "state.json")
+        except OSError as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise OSError(f"cannot write checkpoint {folder}: {error}") from None
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)
         _to_disk(self.root)
@@ -105,11 +110,9 @@ class WorkerCheckpoints:
         """
         document = self._document(round_index)
         path = self._folder(round_index) / "worker.safetensors"
-        try:
-            tensors = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from None
-        if tensors["parameters"].shape != replica.parameters.shape:
+        tensors = dict(read_tensors(path))
+        own = tensors.get("parameters")
+        if own is None or own.shape != replica.parameters.shape:
             raise CheckpointError(f"{path} is of another model")
         replica.parameters.copy_(tensors["parameters"])
         replica.buffers.copy_(tensors["buffers"])
@@ -127,8 +130,8 @@ class WorkerCheckpoints:
         """Only the inner moments of the newest checkpoint, for a joiner that keeps its own."""
         rounds = self.rounds()
         if rounds and replica.optimizer is not None:
-            tensors = load_file(self._folder(rounds[-1]) / "worker.safetensors")
-            replica.optimizer.load_state_tensors(_below("moments.", tensors))
+            path = self._folder(rounds[-1]) / "worker.safetensors"
+            replica.optimizer.load_state_tensors(_below("moments.", dict(read_tensors(path))))
 
 
 def _to_disk(path: Path) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from gossamer.cluster.job import Job
+from gossamer.cluster.tensor_file import read_tensors, write_tensors
 from gossamer.errors import CheckpointError, ConfigError
 from gossamer.measure.replicas import average
 
 Vectors = tuple[Tensor, Tensor, Tensor]  # parameters [P], buffers [B], counters [I]
+VECTORS = ("parameters", "buffers", "counters")
 
 
 @runtime_checkable
@@ -31,11 +33,10 @@ def worker_folder(run: Path, worker: int) -> Path:
 
 def read_vectors(path: Path) -> Vectors:
     """A worker's parameters, buffers and counters. Raises `CheckpointError`."""
-    try:
-        tensors = load_file(path)
-        return tensors["parameters"], tensors["buffers"], tensors["counters"]
-    except (OSError, SafetensorError, KeyError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    tensors = {name: t for name, t in read_tensors(path) if name in VECTORS}
+    if len(tensors) < len(VECTORS):
+        raise CheckpointError(f"{path} has no {', '.join(n for n in VECTORS if n not in tensors)}")
+    return tensors["parameters"], tensors["buffers"], tensors["counters"]
 
 
 def export_averaged(run: Path, job: Job, out: Path) -> Path:
@@ -49,7 +50,8 @@ def export_averaged(run: Path, job: Job, out: Path) -> Path:
             other the state dict becomes `model.safetensors`.
 
     Returns `out`. Raises `ConfigError` where there is nothing to average or `out` holds files,
-    and `CheckpointError` where a file is damaged or of another model.
+    `CheckpointError` where a file is damaged or of another model, and `OSError` where the disk is
+    full or may not be written to; nothing half-written stays.
     """
     files = sorted(run.glob("worker-*/final.safetensors"))
     if not files:
@@ -65,10 +67,22 @@ def export_averaged(run: Path, job: Job, out: Path) -> Path:
                 f"{engine.layout.numel}"
             )
     state = engine.state_dict(*average(vectors))
-    out.mkdir(parents=True, exist_ok=True)
-    if isinstance(engine.model, SavesPretrained):
-        engine.model.load_state_dict(state)
-        engine.model.save_pretrained(str(out))
-    else:
-        save_file({n: t.contiguous() for n, t in state.items()}, out / "model.safetensors")
+    aside = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        _write_model(aside, engine.model, state)
+        aside.replace(out)
+    except (OSError, SafetensorError) as error:  # the second: a full disk, as the library says it
+        raise OSError(f"cannot write {out}: {error}") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
     return out
+
+
+def _write_model(folder: Path, model: nn.Module, state: dict[str, Tensor]) -> None:
+    if isinstance(model, SavesPretrained):
+        model.load_state_dict(state)
+        model.save_pretrained(str(folder))
+    else:
+        write_tensors(folder / "model.safetensors", state)

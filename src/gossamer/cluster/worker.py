@@ -25,7 +25,7 @@ from gossamer.cluster.transport import GrpcTransport
 from gossamer.comm.context import MethodState
 from gossamer.comm.donation import accept, digest, share_start
 from gossamer.comm.state import state_tensors
-from gossamer.errors import ConfigError, NonFiniteError, OutOfSync, PayloadCorrupt, PeerLost
+from gossamer.errors import ConfigError, OutOfSync, PayloadCorrupt, PeerLost
 from gossamer.training.replica import Replica
 
 Events = Callable[[str, dict[str, Any]], None]
@@ -98,7 +98,7 @@ class WorkerProcess:
         """Take part until the last round; the worker's summary.
 
         Raises `ConfigError` where the run refuses this process, `NonFiniteError` where training
-        diverged here, and `CommError` where nothing can be done.
+        diverged here, `OSError` where the disk is full, and `CommError` where nothing can be done.
         """
         async with AsyncExitStack() as stack:
             stack.callback(self._thread.shutdown, wait=False, cancel_futures=True)
@@ -124,13 +124,14 @@ class WorkerProcess:
             with suppress(OutOfSync):  # given up at the very end: the work is done all the same
                 await self._client.leave("finished", "did the last round")
             return summary
-        except NonFiniteError as error:
-            await self._client.leave("error", str(error))
-            raise
         except asyncio.CancelledError:
             main.cancel()
             await asyncio.wait([main])  # with its end the method's transfers are given up
             await self._client.leave("stopped", "stopped by its user")
+            raise
+        except BaseException as error:  # training that diverged, a full disk, the user's own code
+            with suppress(OutOfSync):
+                await self._client.leave("error", str(error) or type(error).__name__)
             raise
         finally:
             for task in tasks:
