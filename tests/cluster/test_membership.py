@@ -406,6 +406,40 @@ def test_a_lost_connection_is_looked_into(answer: str, others: bool, lost: bool)
         assert phases(rig) == ["running"] * 3
 
 
+def test_one_that_ends_while_its_connection_is_lost_is_dialled_until_that_is_known() -> None:
+    """Nothing else would tell of it before its lease runs out."""
+    rig = begun(3)
+    rig.members.detach(1, 1, rig.now)
+    for answer in ("accepted", "accepted", "refused"):
+        (ping,) = rig.members.take_pings()
+        rig.members.pinged(ping.worker, ping.incarnation, answer, rig.now)
+        rig.members.tick(rig.now)
+        assert rig.members.take_pings() == []
+        assert phases(rig)[1] == ("lost" if answer == "refused" else "running")
+        rig.now += KEEPALIVE_S
+        rig.members.tick(rig.now)
+    assert rig.members.losses[-1].cause == "crash"
+
+
+def test_one_that_reports_without_a_connection_is_dialled_when_its_reports_stop() -> None:
+    rig = begun(3)
+    rig.members.detach(1, 1, rig.now)
+    rig.members.take_pings()
+    for _ in range(5):
+        rig.now += KEEPALIVE_S / 2
+        rig.report(1)
+        rig.members.tick(rig.now)
+        rig.members.pinged(1, 1, "silent", rig.now)  # an old answer: it has been heard since
+        assert (phases(rig)[1], rig.members.take_pings()) == ("running", [])
+    rig.now += KEEPALIVE_S
+    rig.members.tick(rig.now)
+    assert [ping.worker for ping in rig.members.take_pings()] == [1]
+    rig.attach(1)
+    rig.now += 2 * KEEPALIVE_S
+    rig.members.tick(rig.now)
+    assert (phases(rig)[1], rig.members.take_pings()) == ("running", [])
+
+
 def test_a_returning_worker_takes_part_later_than_any_started_round() -> None:
     rig = begun(3)
     rig.kill(1)

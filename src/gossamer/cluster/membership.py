@@ -86,8 +86,8 @@ class Membership:
     def attach(self, request: WatchRequest, now_s: float) -> None:
         """A worker follows the run from now on. Raises `Refused` where it was given up."""
         seat = self._living(request)
-        self._heard(seat, now_s)
         seat.attached = seat.ever_attached = True
+        self._heard(seat, now_s)
         seat.settling, seat.last_progress_s = False, now_s
         self._completed(seat, request.round_started, request.rounds_completed)
         self._advance(now_s)
@@ -110,12 +110,12 @@ class Membership:
         seat.suspicion = Suspicion(now_s + KEEPALIVE_S)
         others = [s.last_report_s for s in self.seats if s is not seat and s.incarnation]
         others_s = max(others, default=-math.inf)
-        if answer == "accepted":
-            # It lives, or hangs: it will attach again, or its lease will run out.
-            seat.suspicion = seat.suspicion if seat.settling else None
-        elif answer == "refused":
+        # Accepted: it lives, or hangs, or is about to end: dialled again until it is attached.
+        if answer == "refused":
             self._lose(seat, "crash", f"nobody listens at {seat.address} any more")
-        elif others_s >= suspicion.since_s - KEEPALIVE_S and now_s - others_s <= KEEPALIVE_S:
+        elif answer == "silent" and (
+            others_s >= suspicion.since_s - KEEPALIVE_S and now_s - others_s <= KEEPALIVE_S
+        ):
             self._lose(seat, "silent", f"{seat.address} is out of reach")
         self._advance(now_s)
 
@@ -246,7 +246,8 @@ class Membership:
             for other in self.seats:
                 other.last_report_s = other.last_progress_s = now_s
         self._last_heard_s = seat.last_report_s = now_s
-        seat.suspicion = None
+        # Nothing would tell of the end of one that is not attached.
+        seat.suspicion = None if seat.attached else Suspicion(now_s + KEEPALIVE_S)
 
     def _overdue(self, seat: Seat, now_s: float) -> str | None:
         """Why a worker's lease has run out, if it has."""
