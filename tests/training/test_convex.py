@@ -123,6 +123,8 @@ def test_batches_are_pure_and_differ_by_worker_step_and_seed(
         assert not torch.equal(drawn[key], flat(other, key))
     for place, key in enumerate(keys):
         assert all(not torch.equal(drawn[key], drawn[late]) for late in keys[place + 1 :])
+    again.prepare(num_workers=2, seed=99, num_steps=1)  # what it has drawn already is forgotten
+    assert torch.equal(flat(again, keys[-1]), flat(other, keys[-1]))
     assert torch.equal(task.optimum, other.optimum)  # the run's seed is that of the noise alone
 
 
@@ -234,7 +236,7 @@ def test_logistic_optimum_is_that_of_plain_newton() -> None:
 
 @pytest.mark.parametrize("ridge", [1e-6, 1e-3, 10.0])
 def test_logistic_optimum_is_found_where_a_plane_separates_the_labels(ridge: float) -> None:
-    """Few samples in many dimensions: Newton's full steps overshoot from zero."""
+    """Few samples in many dimensions, where without a ridge there would be none."""
     task = LogisticRegression(40, 30, scale=50.0, ridge=ridge, dtype=FP64)
     assert task.full_gradient(task.optimum).norm() < 1e-12
 
@@ -323,6 +325,14 @@ def test_local_steps_are_biased_exactly_where_curvature_differs(
     error = float(away.std()) / (400 * 8) ** 0.5
     mean = float(away.mean())
     assert (mean < -10 * error) if is_biased else (abs(mean) < 4 * error)
+
+
+def test_hard_smoothness_is_attained_along_the_first_coordinate() -> None:
+    task = hard()
+    no_noise = task.eval_batches()[0]
+    above = task.optimum + torch.eye(10, dtype=FP64)[0]
+    change = task.gradient(above, *no_noise) - task.gradient(task.optimum, *no_noise)
+    assert float(change.norm()) == pytest.approx(task.smoothness, rel=1e-12)
 
 
 def test_hard_problems_optimum_has_the_stated_shape() -> None:

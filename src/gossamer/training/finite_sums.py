@@ -282,14 +282,7 @@ class LogisticRegression(FiniteSum):
             surety = torch.sigmoid(self.rows @ point)
             weights = surety * (1 - surety) / self.num_samples
             hessian = self.rows.T @ (weights[:, None] * self.rows) + self.ridge * identity
-            step = torch.linalg.solve(hessian, gradient)
-            slope, size = float(gradient @ step), 1.0
-            before = float(self._full_loss(point))
-            while size > 1e-6 and self._full_loss(point - size * step) > before - size / 4 * slope:
-                if slope < 1e-13:  # the loss cannot tell any more; the gradient can
-                    break
-                size /= 2
-            point = point - size * step
+            point = point - torch.linalg.solve(hessian, gradient)
         raise ConfigError(
             f"no optimum of the logistic regression was found (gradient {best_norm:g}); use a "
             f"larger ridge than {self.ridge:g}"

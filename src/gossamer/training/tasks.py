@@ -7,10 +7,12 @@ from gossamer.training.convex_settings import (
     LeastSquaresSettings,
     LogisticRegressionSettings,
 )
+from gossamer.training.image_settings import ImageSettings
 from gossamer.training.task_settings import TaskSettings, TextSettings
 
 TASKS: dict[str, type[TaskSettings]] = {
     "text": TextSettings,
+    "images": ImageSettings,
     "least_squares": LeastSquaresSettings,
     "logistic_regression": LogisticRegressionSettings,
     "hard_convex": HardConvexSettings,
