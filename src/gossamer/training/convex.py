@@ -120,8 +120,8 @@ class HardConvex(Convex[tuple[Tensor, Tensor]]):
 
     A sample adds noise to the gradient and scales it coordinate by coordinate:
 
-        g_i(w) = (1 + multiplicative e_i) h_i phi'(w_i - w*_i) + noise / sqrt(N) x_i,
-        e_i = -1 or 1,  x_i standard normal, all independent
+        g_i(w) = (1 + multiplicative e_i) h_i phi'(w_i - w*_i) + noise s_i x_i,
+        e_i = -1 or 1,  x_i standard normal, all independent;  s_i ~ i^-noise_power, |s| = 1
 
     so each sample's loss is convex, its gradient is (1 + multiplicative) Lipschitz, and both the
     variance of the gradient and that of the curvature are bounded, as the theorems assume. As the
@@ -134,6 +134,8 @@ class HardConvex(Convex[tuple[Tensor, Tensor]]):
         power: of the curvatures.
         asymmetry: curvature below the optimum as a share of that above, in (0, 1].
         noise: sqrt(E |.|^2) of the additive part.
+        noise_power: how the additive part falls over the coordinates. With power / 2 its
+            covariance is proportional to the curvature, as it is in regression; with 0 it is white.
         multiplicative: relative standard deviation of each curvature, in [0, 1].
         decay: of the optimum's coordinates, of random signs, scaled to |w*| = `radius`.
         radius: |w*|, the distance from the start.
@@ -152,6 +154,7 @@ class HardConvex(Convex[tuple[Tensor, Tensor]]):
         power: float = 1.0,
         asymmetry: float = 0.2,
         noise: float = 1.0,
+        noise_power: float = 0.0,
         multiplicative: float = 0.5,
         decay: float = 0.5,
         radius: float = 1.0,
@@ -161,6 +164,7 @@ class HardConvex(Convex[tuple[Tensor, Tensor]]):
     ) -> None:
         super().__init__(num_parameters, batch_size=batch_size, seed=seed, dtype=dtype)
         check_not_negative({"power": power, "noise": noise, "decay": decay, "radius": radius})
+        check_not_negative({"noise_power": noise_power})
         if not 0 < asymmetry <= 1:
             raise ConfigError(f"asymmetry must be above 0 and at most 1, got {asymmetry}")
         if not 0 <= multiplicative <= 1:
@@ -173,6 +177,8 @@ class HardConvex(Convex[tuple[Tensor, Tensor]]):
         self.optimal_loss = 0.0
         self.smoothness = 1.0
         self.noise_at_optimum = noise
+        shape = power_law(num_parameters, noise_power)
+        self._deviations = (noise * shape / shape.norm()).to(dtype)  # of the additive part, [N]
         self._cast = (self.optimum.to(dtype), self.curvature.to(dtype))
         self._blocks = Blocks(self._draw_block)
 
@@ -183,7 +189,7 @@ class HardConvex(Convex[tuple[Tensor, Tensor]]):
         coins = torch.randint(2, shape, generator=source).to(self.dtype)
         scales = 1 + self.multiplicative * (2 * coins - 1).mean(1)
         shifts = torch.randn(shape, generator=source, dtype=self.dtype).mean(1)
-        return scales, shifts * (self.noise / math.sqrt(self.num_parameters))
+        return scales, shifts * self._deviations
 
     def train_batch(self, worker: int, step: int) -> tuple[Tensor, Tensor]:
         """(scales [N], shifts [N]) of a worker's step."""

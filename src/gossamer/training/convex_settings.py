@@ -93,6 +93,9 @@ class HardConvexSettings(ConvexSettings):
         0.2, gt=0, le=1, description="curvature below the optimum as a share of that above"
     )
     noise: float = Field(1.0, ge=0, description="norm of the additive gradient noise")
+    noise_power: float = Field(
+        0.0, ge=0, description="its coordinate i falls like i^-noise_power; power / 2: as curvature"
+    )
     multiplicative: float = Field(0.5, ge=0, le=1, description="relative noise of each curvature")
     decay: float = Field(0.5, ge=0, description="the optimum's coordinates fall like i^-decay")
     radius: float = Field(1.0, ge=0, description="distance from the start to the optimum")
@@ -103,6 +106,7 @@ class HardConvexSettings(ConvexSettings):
             power=self.power,
             asymmetry=self.asymmetry,
             noise=self.noise,
+            noise_power=self.noise_power,
             multiplicative=self.multiplicative,
             decay=self.decay,
             radius=self.radius,
