@@ -30,6 +30,17 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("mu2_sgd", {"inner_steps": 6}),
     ("anytime_sgd", {"inner_steps": 6}),
     ("storm", {"inner_steps": 6}),
+    ("noloco", {"inner_steps": 6}),
+    ("noloco", {"inner_steps": 6, "group_size": 3}),
+    ("dsgd", {"inner_steps": 6}),
+    ("dsgd", {"inner_steps": 6, "order": "adapt_then_combine", "topology": "random_pairs"}),
+    ("dsgd", {"inner_steps": 6, "local_steps": 2}),
+    ("sgp", {"inner_steps": 6}),
+    ("slowmo", {"inner_steps": 6}),
+    ("slowmo", {"inner_steps": 6, "base": "gossip"}),
+    # What does not wait for meetings depends on when they arrive, and so on the machine.
+    ("ad_psgd", {"inner_steps": 6, "wait_for_meetings": True}),
+    ("a2cid2", {"inner_steps": 6, "wait_for_meetings": True, "topology": "ring"}),
 ]
 
 

@@ -11,8 +11,10 @@ from gossamer.methods.anytime_sgd import AnytimeSGD
 from gossamer.methods.base import Method
 from gossamer.methods.data_parallel import DataParallel
 from gossamer.methods.diloco import DiLoCo
+from gossamer.methods.dsgd import DSGD
 from gossamer.methods.factored_gossip import FactoredGossip
 from gossamer.methods.fedac import FedAC
+from gossamer.methods.gasloc import GASLoC
 from gossamer.methods.local_mixvr import LocalMixVR
 from gossamer.methods.local_momentum import LocalMomentum
 from gossamer.methods.local_sgd import LocalSGD
@@ -20,7 +22,9 @@ from gossamer.methods.minibatch_asgd import MinibatchASGD
 from gossamer.methods.minibatch_sgd import MinibatchSGD
 from gossamer.methods.mu2_sgd import Mu2SGD
 from gossamer.methods.noloco import NoLoCo
+from gossamer.methods.sgp import SGP
 from gossamer.methods.slowcal_sgd import SlowcalSGD
+from gossamer.methods.slowmo import SlowMo
 from gossamer.methods.storm import Storm
 
 METHODS: dict[str, type[Method]] = {
@@ -30,6 +34,7 @@ METHODS: dict[str, type[Method]] = {
         LocalSGD,
         DiLoCo,
         FactoredGossip,
+        GASLoC,
         NoLoCo,
         LocalMixVR,
         MinibatchSGD,
@@ -40,8 +45,11 @@ METHODS: dict[str, type[Method]] = {
         Mu2SGD,
         AnytimeSGD,
         Storm,
-        A2CiD2,
         ADPSGD,
+        A2CiD2,
+        DSGD,
+        SGP,
+        SlowMo,
     )
 }
 
@@ -75,15 +83,18 @@ def build_method(name: str, values: dict[str, Any]) -> Method:
 
 __all__ = [
     "ADPSGD",
+    "DSGD",
     "METHODS",
     "PAPER_SUBSET",
     "PRESETS",
+    "SGP",
     "A2CiD2",
     "AnytimeSGD",
     "DataParallel",
     "DiLoCo",
     "FactoredGossip",
     "FedAC",
+    "GASLoC",
     "LocalMixVR",
     "LocalMomentum",
     "LocalSGD",
@@ -92,6 +103,7 @@ __all__ = [
     "MinibatchSGD",
     "Mu2SGD",
     "NoLoCo",
+    "SlowMo",
     "SlowcalSGD",
     "Storm",
     "build_method",
