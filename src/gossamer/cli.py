@@ -12,7 +12,17 @@ from pathlib import Path
 
 import typer
 
-from gossamer.commands import certs, compare, inspect, launch, model, processes, report, train
+from gossamer.commands import (
+    certs,
+    compare,
+    inspect,
+    launch,
+    model,
+    processes,
+    report,
+    rounds,
+    train,
+)
 from gossamer.errors import ConfigError, GossamerError, Interrupted
 
 USER_MISTAKE, RUN_FAILED, INTERRUPTED, BROKEN_PIPE = 2, 3, 130, 141
@@ -37,7 +47,7 @@ app = typer.Typer(
 )
 plan = typer.Typer(
     no_args_is_help=True,
-    help="What a recipe would cost, without training.",
+    help="What a run would cost, without training.",
     rich_markup_mode="markdown",
 )
 
@@ -46,6 +56,7 @@ app.command()(train.train)
 app.command()(compare.compare)
 app.add_typer(plan, name="plan")
 plan.command("time")(compare.plan_time)
+plan.command("rounds")(rounds.plan_rounds)
 app.command()(model.sample)
 app.command()(model.sensitivity)
 app.command()(report.report)
@@ -64,7 +75,7 @@ def gossamer() -> None:
 
 @plan.callback()
 def plan_group() -> None:
-    """What a recipe would cost, without training."""
+    """What a run would cost, without training."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
