@@ -100,6 +100,7 @@ def test_damaged_packing_is_named(tmp_path: Path) -> None:
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 0xFF
     broken = {"cut": whole[:-20], "none": b"not packed", "flipped": bytes(flipped)}
+    broken["noise"] = whole[:10] + b"\xff" * 50
     for name, content in broken.items():
         path = tmp_path / f"{name}.gz"
         path.write_bytes(content)

@@ -94,6 +94,29 @@ def test_epochs_differ_in_order_and_batches_are_pure() -> None:
     assert read[0] != indices(prepared(seed=1).train_batch(1, 0))
 
 
+def test_workers_orders_have_nothing_in_common() -> None:
+    task = prepared(workers=2, count=60)
+    places = []
+    for worker in range(2):
+        shard = task.shards[worker].tolist()
+        read = [i for step in range(7) for i in indices(task.train_batch(worker, step))]
+        places.append([shard.index(i) for i in read])
+    assert places[0] != places[1]
+
+
+def test_a_task_that_is_prepared_again_forgets_the_earlier_run() -> None:
+    task = prepared(seed=0)
+    task.train_batch(1, 0)
+    task.prepare(num_workers=3, seed=9, num_steps=10)
+    assert indices(task.train_batch(1, 0)) == indices(prepared(seed=9).train_batch(1, 0))
+
+
+def test_every_worker_can_fill_a_batch() -> None:
+    for seed in range(20):
+        task = prepared(workers=3, seed=seed, split="dirichlet", concentration=0.3)
+        assert min(len(shard) for shard in task.shards) >= task.batch_size
+
+
 def test_labels_belong_to_their_images() -> None:
     task = prepared(split="dirichlet")
     for batch in (task.train_batch(2, 7), task.probe_batch(), *task.eval_batches()):
@@ -149,6 +172,10 @@ def test_pixels_are_standardised_by_the_training_images() -> None:
     torch.testing.assert_close(deviations, torch.tensor([1.0, 1, 0]).double(), atol=1e-6, rtol=0)
     darker = PixelSource(LabelledImages(pixels // 2, torch.zeros(50)), pixels)
     assert darker.take(torch.arange(50))[:, :2].mean() < -0.5  # not by its own
+    train, test = find_images("digits").load()
+    expected = (test.pixels.double() - train.pixels.double().mean()) / train.pixels.double().std()
+    got = ImageTask.from_files("digits").test.take(torch.arange(len(test.labels)))
+    torch.testing.assert_close(got.double(), expected, atol=1e-4, rtol=0)
 
 
 # ------------------------------------------------------------------------------------------- models

@@ -91,6 +91,12 @@ def test_gamma_variates_have_their_logarithms_moments(shape: float) -> None:
     assert logs.var() == pytest.approx(trigamma, rel=0.12)
 
 
+def test_workers_take_their_images_from_all_over_a_class() -> None:
+    """Files may be sorted within a class: a worker's part is no stretch of it."""
+    for shard in split_dirichlet(np.zeros(1000, dtype=np.int64), 2, 100.0, 3):
+        assert shard.min() < 20 and shard.max() > 980
+
+
 def test_a_small_concentration_leaves_few_classes_and_a_large_one_all() -> None:
     assert (shares(0.01).max(1) > 0.99).mean() > 0.8
     assert np.abs(shares(1000.0) - 0.25).max() < 0.05

@@ -106,7 +106,8 @@ def _conclusions(plan: RoundPlan) -> list[str]:
     ratio, crossover = plan.asgd_over_mixvr, plan.crossover_workers
     lines = [
         f"Fewest rounds: {plan.needs[0].method}. Crossover M = N^(1/4) = {crossover:.4g}: with "
-        f"fewer workers local_mixvr needs fewer rounds than minibatch_asgd, with more it needs more."
+        f"fewer workers local_mixvr needs fewer rounds than minibatch_asgd, with more it needs "
+        f"more."
     ]
     if ratio >= 1:
         lines.append(f"Here minibatch_asgd needs {ratio:.4g} times the rounds of local_mixvr.")

@@ -81,7 +81,6 @@ def _divide(
         logs = [_log_gamma_variate(concentration, source) for _ in range(num_workers)]
         shares = np.exp(np.array(logs) - max(logs))
         cuts = np.floor(len(members) * np.cumsum(shares / shares.sum())).astype(np.int64)
-        cuts[-1] = len(members)
         for worker, part in enumerate(np.split(members, cuts[:-1])):
             parts[worker].append(part)
     return [np.concatenate(part) for part in parts]
