@@ -31,6 +31,7 @@ from gossamer.training.settings import Training
 from gossamer.training.task import Prepares, Task
 from gossamer.training.task_settings import TaskSettings, TextSettings
 from gossamer.training.tasks import TASKS
+from gossamer.worlds import refuse_simulated
 
 S = TypeVar("S", bound=Settings)
 
@@ -224,24 +225,8 @@ def prepare(recipe: Recipe) -> Prepared:
         task.prepare(num_workers=workers, seed=recipe.seed, num_steps=num_steps)
     FaultPlan(recipe.faults, workers, recipe.seed)  # refuses faults of workers that are not there
     if recipe.run.world == "cluster":
-        _check_is_real(recipe)
+        refuse_simulated(recipe)
     return Prepared(recipe, task, layout)
-
-
-def _check_is_real(recipe: Recipe) -> None:
-    """Refuse for the cluster world what only the simulator can do."""
-    network = recipe.network
-    simulated = {
-        'run.numerics = "none"': recipe.run.numerics == "none",
-        "[faults]": recipe.faults != Faults(),
-        "network.failure_probability": network.failure_probability > 0,
-        "network.corruption_probability": network.corruption_probability > 0,
-    }
-    for name, given in simulated.items():
-        if given:
-            raise ConfigError(
-                f'{name} is for the simulated world; leave it out, or set run.world = "sim"'
-            )
 
 
 def recipe_tables(recipe: Recipe) -> dict[str, Any]:

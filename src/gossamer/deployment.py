@@ -23,6 +23,7 @@ def job_of(recipe: Recipe) -> Job:
         training=recipe.train,
         seed=recipe.seed,
         deadline_s=DEADLINE_S if deadline_s is None else deadline_s,
+        keepalive_s=recipe.network.keepalive,
         step_time_s=recipe.timing.step_time if recipe.cluster.pace else 0.0,
         rejoin_moments=recipe.cluster.rejoin_moments,
         checkpoint_every=recipe.cluster.checkpoint_every,

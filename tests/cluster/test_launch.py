@@ -26,7 +26,9 @@ from gossamer.cluster.job import Job
 from gossamer.cluster.launch import LocalStarter, Supervisor, describe_exit, parse_event
 from gossamer.cluster.messages import Status, WorkerStatus
 from gossamer.cluster.results import write_results
-from gossamer.config import Recipe, build_recipe, load_recipe, prepare
+from gossamer.cluster.settings import ClusterSettings
+from gossamer.cluster.worker import WorkerProcess
+from gossamer.config import Recipe, RunSettings, build_recipe, load_recipe, prepare
 from gossamer.deployment import job_of
 from gossamer.errors import ConfigError
 from gossamer.methods import build_method
@@ -34,6 +36,7 @@ from gossamer.report.cluster_view import ClusterView, round_line
 from gossamer.report.run_folder import RunFolder
 from gossamer.training.problems import TinyMLP
 from gossamer.training.settings import Training
+from gossamer.worlds import refuse_unmeasurable
 
 PATIENCE_S = 90.0
 
@@ -91,31 +94,116 @@ def test_each_mistake_in_the_cluster_section_is_named(values: dict[str, Any], me
         recipe_of(cluster=values)
 
 
-@pytest.mark.parametrize(
-    ("sections", "name"),
-    [
-        ({"faults": {"crashes": [{"worker": 0, "start": "1s"}]}}, r"\[faults\]"),
-        ({"network": {"failure_probability": 0.1}}, "network.failure_probability"),
-        ({"run": {"numerics": "none"}}, "run.numerics"),
-    ],
-)
-def test_what_only_the_simulator_does_is_refused(sections: dict[str, Any], name: str) -> None:
+IGNORED: dict[str, dict[str, Any]] = {
+    "network.bandwidth": {"network": {"bandwidth": "50Mbit/s"}},
+    "network.upload": {"network": {"upload": 1e6}},
+    "network.download": {"network": {"download": 1e6}},
+    "network.latency": {"network": {"latency": "30ms"}},
+    "network.workers": {"network": {"workers": [{"worker": 0, "latency": "1s"}]}},
+    "network.pairs": {"network": {"pairs": [{"source": 0, "destination": 1, "latency": 1.0}]}},
+    "network.failure_probability": {"network": {"failure_probability": 0.1}},
+    "network.failure_unit": {"network": {"failure_unit": "step"}},
+    "network.corruption_probability": {"network": {"corruption_probability": 0.1}},
+    "timing.parameters": {"timing": {"parameters": "1B"}},
+    "timing.payload_dtype": {"timing": {"payload_dtype": "bf16"}},
+    "timing.step_time": {"timing": {"step_time": "3s"}},
+    "timing.speeds": {"timing": {"speeds": [1.0, 2.0]}, "cluster": {"pace": True}},
+    "timing.jitter": {"timing": {"jitter": 0.1}, "cluster": {"pace": True}},
+    "timing.stall_probability": {"timing": {"stall_probability": 0.1}},
+    "timing.stall_time": {"timing": {"stall_time": "2s"}},
+    "faults": {"faults": {"crashes": [{"worker": 0, "start": "1s"}]}},
+    "measure.inner_consensus": {"measure": {"inner_consensus": True}},
+    "run.numerics": {"run": {"numerics": "none"}},
+    "run.checkpoint_every": {"run": {"checkpoint_every": 2}},
+}
+HEEDED = {
+    "network": {"deadline", "keepalive"},
+    "timing": {"step_time"},
+    "measure": {"every", "workers"},
+    "run": {"world", "threads"},
+    "faults": set(),
+}
+
+
+@pytest.mark.parametrize("name", IGNORED)
+def test_what_only_the_simulator_does_is_refused(name: str) -> None:
     try:
-        recipe = recipe_of(**sections)
+        recipe = recipe_of(**IGNORED[name])
     except ConfigError as error:
         pytest.fail(f"the recipe itself: {error}")
-    with pytest.raises(ConfigError, match=f"^{name}.* is for the simulated world"):
+    shown = r"\[faults\]" if name == "faults" else name
+    with pytest.raises(ConfigError, match=f"^{shown} is for the simulated world"):
         prepare(recipe)
+    prepare(recipe.model_copy(update={"run": RunSettings(), "cluster": ClusterSettings()}))
+
+
+def test_every_setting_of_the_simulated_world_is_either_heeded_or_refused() -> None:
+    """A new one belongs in one of the two lists above."""
+    for section, heeded in HEEDED.items():
+        fields = set(type(getattr(recipe_of(), section)).model_fields)
+        refused = {key.split(".")[1] for key in IGNORED if key.startswith(f"{section}.")}
+        assert section == "faults" or fields - heeded == refused - heeded, section
+
+
+def test_all_that_would_be_ignored_is_named_at_once_with_what_to_do_instead() -> None:
+    recipe = recipe_of(network={"bandwidth": 1e6, "latency": 0.1}, timing={"jitter": 0.5})
+    words = r"^network.bandwidth, network.latency and timing.jitter are for .*cluster.rate.*delay"
+    with pytest.raises(ConfigError, match=words):
+        prepare(recipe)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"cluster": {"start_timeout": "5s"}}, r"^cluster.start_timeout: 5 s would be ignored"),
+        (
+            {"method": {"name": "data_parallel"}, "cluster": {"rejoin_moments": "keep"}},
+            r"^cluster.rejoin_moments: 'keep' would be ignored, as with data_parallel",
+        ),
+    ],
+)
+def test_what_another_setting_makes_void_is_refused(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepare(recipe_of(**sections))
+
+
+@pytest.mark.parametrize("saved", [0, 3])
+def test_rounds_that_leave_no_checkpoint_cannot_be_measured(tmp_path: Path, saved: int) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(RECIPE.replace("every = 1", "every = 4"), encoding="utf-8")
+    arguments = ["launch", str(recipe), "--set", f"cluster.checkpoint_every={saved}"]
+    with pytest.raises(ConfigError, match=r"^measure.every: .*none of every 4th round"):
+        cli.app(arguments, standalone_mode=False)
+    refuse_unmeasurable(recipe_of(cluster={"checkpoint_every": 2}, measure={"every": 4}))
+    refuse_unmeasurable(recipe_of(cluster={"checkpoint_every": 0}, measure={"every": 0}))
+
+
+@pytest.mark.parametrize("command", [["coordinator"], ["worker"]])
+def test_processes_that_are_started_one_by_one_measure_nothing(
+    tmp_path: Path, command: list[str]
+) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(RECIPE, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"^\[measure\]: only `gossamer launch`"):
+        cli.app([*command, str(recipe)], standalone_mode=False)
+
+
+def test_a_coordinator_without_a_recipe_is_told_nothing_that_it_would_ignore() -> None:
+    command = ["coordinator", "--method", "diloco", "--workers", "2", "--rounds", "1"]
+    with pytest.raises(ConfigError, match=r"^--set train.learning_rate: would be ignored"):
+        cli.app([*command, "--set", "train.learning_rate=1"], standalone_mode=False)
 
 
 def test_the_job_of_a_recipe() -> None:
     recipe = recipe_of(
-        network={"deadline": "9s"}, timing={"step_time": "3s"},
+        network={"deadline": "9s", "keepalive": "2s"}, timing={"step_time": "3s"},
         cluster={"pace": True, "checkpoint_every": 4, "rejoin_moments": "reset"},
     )  # fmt: skip
     job = job_of(recipe)
     assert (job.deadline_s, job.step_time_s, job.checkpoint_every) == (9.0, 3.0, 4)
     assert job.moments == "reset"
+    process = WorkerProcess(job, coordinator="127.0.0.1:1")
+    assert process._limits().keepalive == job.configuration["keepalive_s"] == 2.0
     assert job_of(recipe_of()).deadline_s == 120.0
     assert job_of(recipe_of()).step_time_s == 0.0
 

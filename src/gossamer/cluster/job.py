@@ -15,6 +15,7 @@ from gossamer.training.settings import Training
 from gossamer.training.task import Prepares, Task
 
 DEADLINE_S = 120.0  # unless the recipe's network.deadline says otherwise
+KEEPALIVE_S = 3.5  # the same of network.keepalive
 
 
 class Work(Protocol):
@@ -35,6 +36,10 @@ class Work(Protocol):
     @property
     def deadline_s(self) -> float:
         """Without a sign of life for so long a peer is lost."""
+
+    @property
+    def keepalive_s(self) -> float:
+        """A transfer that moves nothing for so long has failed."""
 
     @property
     def step_time_s(self) -> float:
@@ -66,6 +71,7 @@ class Job:
 
     Args:
         deadline_s: after which an awaited message, or a worker without progress, counts as lost.
+        keepalive_s: a transfer that moves nothing for so long has failed.
         step_time_s: the least time of an inner step, to play a larger model; 0: as fast as it goes.
         rejoin_moments: whose inner moments a joiner goes on with.
         checkpoint_every: rounds between a worker's checkpoints; 0: none.
@@ -77,6 +83,7 @@ class Job:
     training: Training
     seed: int = 0
     deadline_s: float = DEADLINE_S
+    keepalive_s: float = KEEPALIVE_S
     step_time_s: float = 0.0
     rejoin_moments: Moments = "donor"
     checkpoint_every: int = 1
@@ -100,9 +107,7 @@ class Job:
                 num_workers=self.training.workers, seed=self.seed, num_steps=total_steps
             )
         training = training_of(self.method, self.training)
-        engine = Engine(
-            self.task, training, seed=self.seed, total_steps=total_steps, real=True
-        )
+        engine = Engine(self.task, training, seed=self.seed, total_steps=total_steps, real=True)
         self.method.validate_for(engine.layout, self.training.workers)
         return engine
 
@@ -115,6 +120,7 @@ class Job:
             "train": training_of(self.method, self.training).model_dump(mode="json"),
             "task": dict(self.about_task),
             "deadline_s": self.deadline_s,
+            "keepalive_s": self.keepalive_s,
             "rejoin_moments": self.moments,
         }
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from gossamer.cluster.certs import Credentials, certified_worker
 from gossamer.cluster.control import Client
-from gossamer.cluster.job import own_configuration
+from gossamer.cluster.job import KEEPALIVE_S, own_configuration
 from gossamer.cluster.own_model import OwnModel, Predict
 from gossamer.cluster.worker import WorkerProcess
 from gossamer.comm.donation import Moments
@@ -55,6 +55,7 @@ class OwnWork:
     checkpoint_every: int
     moments: Moments
     own: OwnModel
+    keepalive_s: float = KEEPALIVE_S
     step_time_s: float = 0.0
     starts_differ: bool = True
 

@@ -37,9 +37,9 @@ class Limits(Settings):
     )
 
     @classmethod
-    def for_payload(cls, num_bytes: int) -> Limits:
+    def for_payload(cls, num_bytes: int, *, keepalive_s: float = 3.5) -> Limits:
         """Limits for a run whose largest message has `num_bytes`."""
-        return cls(payload_max=max(num_bytes, 1 << 16))
+        return cls(payload_max=max(num_bytes, 1 << 16), keepalive=keepalive_s)
 
     @property
     def untaken_bytes(self) -> float:

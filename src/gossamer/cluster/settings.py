@@ -16,7 +16,8 @@ from gossamer.units import Duration, Rate
 class ClusterSettings(Settings):
     """The real world, where `[network]` and `[timing]` describe the simulated one.
 
-    A cluster run takes from those only `network.deadline`, and `timing.step_time` with `pace`.
+    A cluster run takes from those only `network.deadline`, `network.keepalive`, and
+    `timing.step_time` with `pace`; the rest is refused.
     """
 
     coordinator: str = Field(
@@ -64,6 +65,12 @@ class ClusterSettings(Settings):
     def _check(self) -> Self:
         split_address(self.coordinator)
         split_address(self.listen)
+        default = type(self).model_fields["start_timeout"].default
+        if self.min_workers is None and self.start_timeout != default:
+            raise ValueError(
+                f"start_timeout: {self.start_timeout:g} s would be ignored, as without min_workers "
+                f"all are waited for; set min_workers too, or leave it out"
+            )
         return self
 
     def located(self, base: Path) -> ClusterSettings:

@@ -176,7 +176,9 @@ class WorkerProcess:
         """What the others may send: one vector of the model at a time, or what is small anyway."""
         parameters = self._replica.parameters
         vector_bytes = parameters.numel() * parameters.element_size()
-        return Limits.for_payload(max(vector_bytes, SMALL_PAYLOAD_BYTES))
+        return Limits.for_payload(
+            max(vector_bytes, SMALL_PAYLOAD_BYTES), keepalive_s=self.job.keepalive_s
+        )
 
     async def _join(self) -> None:
         """Ask the coordinator for a place."""

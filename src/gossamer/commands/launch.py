@@ -18,6 +18,7 @@ from gossamer.commands.options import (
 )
 from gossamer.commands.processes import require_cluster_extra
 from gossamer.errors import ConfigError, GossamerError, Interrupted
+from gossamer.worlds import refuse_unmeasurable
 
 if TYPE_CHECKING:
     from gossamer.cluster.launch import Starter
@@ -55,7 +56,7 @@ def launch(
 
         gossamer launch recipes/cluster.toml
 
-        gossamer launch recipes/shakespeare.toml --workers 2 --set train.rounds=5 --out runs/real
+        gossamer launch recipes/cluster.toml --workers 2 --set train.rounds=5 --out runs/real
 
         gossamer launch --resume runs/real
     """
@@ -87,6 +88,7 @@ def _new(path: Path, changes: list[str], out: Path | None) -> Plan:
     from gossamer.report.run_folder import RunFolder
 
     recipe = _with_threads(load_cluster_recipe(path, changes))
+    refuse_unmeasurable(recipe)
     job = job_of(recipe)
     return Plan(recipe, job, RunFolder.create(out, recipe))
 
@@ -107,6 +109,7 @@ def _resumed(path: Path, recipe: Path | None, changes: list[str]) -> Plan:
         )
     )
     prepare(asked)
+    refuse_unmeasurable(asked)
     job = job_of(asked)
     start = first_round(path, asked.train.workers)
     if start is None:

@@ -24,6 +24,7 @@ from gossamer.commands.options import (
     print_note,
 )
 from gossamer.errors import ConfigError, Interrupted
+from gossamer.worlds import refuse_measuring
 
 if TYPE_CHECKING:
     from gossamer.cluster.certs import Credentials
@@ -38,6 +39,19 @@ CertsOption = Annotated[
         help="Folder with this process's certificate (`gossamer certs`); needed off this machine.",
     ),
 ]
+
+
+# What a coordinator without a recipe can be told by --set.
+OWN_LOOP_SETTINGS = (
+    "seed",
+    "network.deadline",
+    "cluster.coordinator",
+    "cluster.certificates",
+    "cluster.min_workers",
+    "cluster.start_timeout",
+    "cluster.joiners_per_donor",
+    "cluster.rejoin_moments",
+)
 
 
 def coordinator(
@@ -83,6 +97,7 @@ def coordinator(
         loaded, configuration = _of_own_loops(method, workers, rounds, changes or [])
     elif method is None and workers is None and rounds is None:
         loaded = load_cluster_recipe(recipe, changes or [])
+        refuse_measuring(loaded)
         configuration = job_of(loaded).configuration
     else:
         raise ConfigError("a RECIPE says it all; --method, --workers and --rounds are instead")
@@ -123,6 +138,13 @@ def _of_own_loops(
             "give a RECIPE, or --method, --workers and --rounds for programs that join by "
             "themselves"
         )
+    for change in changes:
+        key = change.partition("=")[0].strip()
+        if key not in OWN_LOOP_SETTINGS:
+            raise ConfigError(
+                f"--set {key}: would be ignored, as the programs that join train by themselves; "
+                f"without a RECIPE there are {', '.join(OWN_LOOP_SETTINGS)}"
+            )
     tables = {
         "method": {"name": "diloco"},
         "train": {"workers": workers, "rounds": rounds},
@@ -201,6 +223,8 @@ def worker(
     from gossamer.deployment import credentials_of, job_of
 
     loaded = load_cluster_recipe(recipe, changes or [])
+    if not tied:
+        refuse_measuring(loaded)
     cluster = loaded.cluster
     if loaded.run.threads is not None:
         torch.set_num_threads(loaded.run.threads)
