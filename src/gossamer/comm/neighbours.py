@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -10,8 +11,6 @@ from torch import Tensor
 from gossamer.comm.collectives import check_finite
 from gossamer.comm.context import Context, Round, Tag, Transfer
 from gossamer.errors import CommError
-
-_LAST_LOOK = 0.01  # deadlines: the least time that is given to a message
 
 
 async def exchange(
@@ -26,7 +25,8 @@ async def exchange(
     """Send `payload` to each peer and take theirs, full duplex: what came of the edges that held.
 
     An edge holds where the peer's payload has arrived here and ours was accepted there, so both
-    ends agree. All peers share one deadline. `payload` is the caller's again on return.
+    ends agree. Edges do not wait for one another, and none for longer than the deadline. The
+    payload is the caller's again on return.
 
     Args:
         tag: equal on both ends.
@@ -43,23 +43,47 @@ async def exchange(
     transfers = {peer: ctx.send(peer, tag, payload, exact=exact) for peer in peers}
     received: dict[int, Tensor] = {}
     async with ctx.task_group() as tasks:
-        accepted = {
-            peer: tasks.start(_accepted(ctx, transfer)) for peer, transfer in transfers.items()
+        swaps = {
+            peer: tasks.start(_swap(ctx, tag, peer, transfer))
+            for peer, transfer in transfers.items()
         }
-        for peer, transfer in transfers.items():
-            timeout = max(begun + ctx.deadline - ctx.now(), ctx.deadline * _LAST_LOOK)
-            try:
-                received[peer] = await ctx.recv(peer, tag, timeout=timeout)
-            except CommError:
-                transfer.cancel()
-        for peer, at in accepted.items():
-            accepted_s = await at
-            if accepted_s is None:
-                received.pop(peer, None)
-                transfers[peer].cancel()
-            elif peer in received and seconds is not None:
-                seconds[peer] = accepted_s - begun
+        for peer, swap in swaps.items():
+            theirs, accepted_s = await swap
+            if theirs is not None and accepted_s is not None:
+                received[peer] = theirs
+                if seconds is not None:
+                    seconds[peer] = accepted_s - begun
     return received
+
+
+async def _swap(
+    ctx: Context, tag: Tag, peer: int, transfer: Transfer
+) -> tuple[Tensor | None, float | None]:
+    """What came from a peer, and when ours was accepted there; None for what failed.
+
+    As soon as one direction has failed the other is given up. So who is a round behind, whose
+    messages are refused, does not wait for what its peer sent long ago.
+    """
+    async with ctx.task_group() as tasks:
+        accepting = tasks.start(_accepted(ctx, transfer))
+        receiving = tasks.start(_received(ctx, peer, tag))
+        await asyncio.wait([accepting, receiving], return_when=asyncio.FIRST_COMPLETED)
+        if accepting.done() and await accepting is None and not receiving.done():
+            receiving.cancel()
+            await asyncio.wait([receiving])
+            return None, None
+        theirs = await receiving
+        if theirs is None:
+            transfer.cancel()
+        return theirs, await accepting
+
+
+async def _received(ctx: Context, peer: int, tag: Tag) -> Tensor | None:
+    """The peer's payload, or None where it did not come within the deadline."""
+    try:
+        return await ctx.recv(peer, tag)
+    except CommError:
+        return None
 
 
 async def _accepted(ctx: Context, transfer: Transfer) -> float | None:
@@ -149,6 +173,6 @@ async def mix_buffers(
     if replica.counters.numel():
         tag = round_.tag("counters", step=step)
         peers = [peer for peer, _ in neighbours]
-        received = await exchange(ctx, tag, replica.counters.clone(), peers, exact=True)
+        received = await exchange(ctx, tag, replica.counters, peers, exact=True)
         for theirs in received.values():
             torch.maximum(replica.counters, theirs, out=replica.counters)

@@ -49,7 +49,7 @@ class Topology(Settings):
         return None if self.changes == "at random" else 1
 
     def edges(
-        self, seed: int, round_index: int, members: Sequence[int], stream: str = "mix"
+        self, seed: int, round_index: int, members: Sequence[int], stream: str = "mix1"
     ) -> tuple[Edge, ...]:
         """The undirected edges (i, j), i < j, sorted, of a round.
 
@@ -62,7 +62,7 @@ class Topology(Settings):
         return self._cached(seed, round_index, members, stream, directed=False)
 
     def arcs(
-        self, seed: int, round_index: int, members: Sequence[int], stream: str = "mix"
+        self, seed: int, round_index: int, members: Sequence[int], stream: str = "mix1"
     ) -> tuple[Edge, ...]:
         """The directed edges (from, to) of a round, sorted: for push-sum.
 
@@ -417,7 +417,7 @@ def mixing_graph(
     seed: int,
     round_index: int,
     members: Sequence[int],
-    stream: str = "mix",
+    stream: str = "mix1",
 ) -> MixingGraph:
     """The weighted graph of a round: what every worker derives alike, without a coordinator.
 
