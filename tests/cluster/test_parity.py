@@ -68,3 +68,26 @@ def test_a_cluster_run_equals_the_simulators_bit_for_bit(
     assert sent == simulated.summary["bytes_by_kind"]
     assert sum(end["summary"]["samples"] for end in ends.values()) == simulated.summary["samples"]
     assert all(end["summary"]["failed_transfers"] == 0 for end in ends.values())
+
+
+@pytest.mark.parametrize("method", ["ad_psgd", "a2cid2"])
+def test_steps_that_do_not_wait_hold_the_same_meetings(
+    cluster: Callable[..., Cluster], method: str
+) -> None:
+    """What they add up to depends on the machine's speed, a little; who meets whom does not."""
+    given = {"inner_steps": 6, "topology": "ring"}
+    run = cluster(method=method, hyperparameters=given, workers=4, rounds=5)
+    run.start_all()
+    job = run.job
+    simulated = simulate(method=job.method, task=job.task, training=job.training, seed=job.seed)
+    ends = run.finish()
+    rows = []
+    for _, end in sorted(ends.items()):
+        data = bytearray.fromhex(end["parameters"])
+        rows.append(torch.frombuffer(data, dtype=torch.float32))
+    sent = sum(end["summary"]["bytes_by_kind"]["meetings"] for end in ends.values())
+    assert sent == simulated.summary["bytes_by_kind"]["meetings"]
+    assert all(end["summary"]["failed_transfers"] == 0 for end in ends.values())
+    moved = float((simulated.parameters - simulated.parameters.mean()).square().mean().sqrt())
+    apart = float((torch.stack(rows) - simulated.parameters).square().mean().sqrt())
+    assert apart < 0.1 * moved

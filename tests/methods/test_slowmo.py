@@ -39,7 +39,9 @@ def assert_close(one: SimulationResult, other: SimulationResult, tolerance: floa
 
 
 def test_without_slow_momentum_it_is_local_sgd() -> None:
-    decaying = Training(learning_rate=0.02, clip_norm=0, warmup_steps=5, final_learning_rate=0.0)
+    decaying = Training(  # to exactly 0, before the end
+        learning_rate=0.02, clip_norm=0, warmup_steps=5, final_learning_rate=0.0, schedule_steps=18
+    )  # fmt: skip
     for training in (ADAMW, decaying):
         one = run(SlowMo(inner_steps=3, alpha=1.0, beta=0.0), training=training)
         assert_close(one, run(LocalSGD(inner_steps=3), training=training))
