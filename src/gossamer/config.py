@@ -211,7 +211,8 @@ def prepare(recipe: Recipe) -> Prepared:
     with torch.device("meta"):
         layout = ParameterLayout.of(task.build())
     recipe.method.validate_for(layout, workers)
-    recipe.network.validate_for(workers)
+    places = workers + recipe.method.num_syncers
+    recipe.network.validate_for(places)
     recipe.timing.validate_for(workers)
     reason = recipe.method.needs_numerics()
     if recipe.run.numerics == "none" and reason is not None:
@@ -220,10 +221,15 @@ def prepare(recipe: Recipe) -> Prepared:
         raise ConfigError(
             'run.checkpoint_every: with run.numerics = "none" there is nothing to save'
         )
+    if recipe.method.num_syncers and (recipe.run.checkpoint_every or recipe.run.world != "sim"):
+        raise ConfigError(
+            f"{recipe.method.name} has a syncer: for now it runs in the simulated world only, and "
+            'without checkpoints; set run.world = "sim" and leave out run.checkpoint_every'
+        )
     if recipe.run.numerics == "real" and isinstance(task, Prepares):
         num_steps = recipe.train.rounds * recipe.method.inner_steps
         task.prepare(num_workers=workers, seed=recipe.seed, num_steps=num_steps)
-    FaultPlan(recipe.faults, workers, recipe.seed)  # refuses faults of workers that are not there
+    FaultPlan(recipe.faults, places, recipe.seed)  # refuses faults of workers that are not there
     if recipe.run.world == "cluster":
         refuse_simulated(recipe)
     return Prepared(recipe, task, layout)

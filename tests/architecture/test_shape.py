@@ -29,7 +29,9 @@ METHOD_FILE_LINES_MAX = 300
 # "file.py:function": why it may be longer.
 LONG_FUNCTIONS: dict[str, str] = {}
 # "file.py": why it may be longer.
-LONG_FILES: dict[str, str] = {}
+LONG_FILES: dict[str, str] = {
+    "methods/decoupled_diloco.py": "it has two loops, a learner's and a syncer's",
+}
 # "file.py:function": why it may catch everything.
 BROAD_HANDLERS: dict[str, str] = {}
 

@@ -159,6 +159,14 @@ class Quorum:
         if self._is_open(at_s) and contributor not in self._reported:
             self._missing = dict.fromkeys(sorted([*self._missing, contributor]))
 
+    def lower(self, minimum: int, at_s: float) -> None:
+        """Be content with fewer, where the minimum is above `minimum`."""
+        if self._is_open(at_s) and 1 <= minimum < self.minimum:
+            self.minimum = minimum
+            if self._quorum_s is None and len(self._reported) >= minimum:
+                self._quorum_s = at_s
+            self._renew(at_s, None)
+
     def take(self, event: Event, at_s: float, estimate: Estimate | None = None) -> None:
         """Any of the above."""
         if isinstance(event, Report):

@@ -10,6 +10,7 @@ from gossamer.methods.ad_psgd import ADPSGD
 from gossamer.methods.anytime_sgd import AnytimeSGD
 from gossamer.methods.base import Method
 from gossamer.methods.data_parallel import DataParallel
+from gossamer.methods.decoupled_diloco import DecoupledDiLoCo
 from gossamer.methods.diloco import DiLoCo
 from gossamer.methods.dsgd import DSGD
 from gossamer.methods.factored_gossip import FactoredGossip
@@ -50,6 +51,7 @@ METHODS: dict[str, type[Method]] = {
         DSGD,
         SGP,
         SlowMo,
+        DecoupledDiLoCo,
     )
 }
 
@@ -91,6 +93,7 @@ __all__ = [
     "A2CiD2",
     "AnytimeSGD",
     "DataParallel",
+    "DecoupledDiLoCo",
     "DiLoCo",
     "FactoredGossip",
     "FedAC",

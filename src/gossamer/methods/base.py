@@ -49,6 +49,19 @@ class Method(Settings):
     async def run(self, ctx: Context, state: MethodState) -> None:
         """One worker's loop over `ctx.rounds(state)`."""
 
+    @property
+    def num_syncers(self) -> int:
+        """Places beside the workers that gather and hand out; most methods need none."""
+        return 0
+
+    def init_syncer(self, replica: Replica, num_workers: int) -> MethodState:
+        """A syncer's state before the first round; `replica` has the workers' start values."""
+        raise ConfigError(f"{type(self).__name__} has no syncer")
+
+    async def run_syncer(self, ctx: Context, state: MethodState) -> None:
+        """One syncer's loop, without end; `ctx.checkpoint(state)` makes what it did durable."""
+        raise ConfigError(f"{type(self).__name__} has no syncer")
+
     def validate_for(self, layout: ParameterLayout, num_workers: int) -> None:
         """Raise `ConfigError` where these hyperparameters do not fit the model or the run."""
 

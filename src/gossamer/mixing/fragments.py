@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from gossamer.errors import ConfigError
@@ -39,6 +40,10 @@ class Fragment:
     def numel(self) -> int:
         """Values in the fragment."""
         return self.tensors[-1].stop if self.tensors else 0
+
+    def matches(self, patterns: Sequence[str]) -> list[bool]:
+        """For each tensor, whether its name matches any of the globs."""
+        return [any(fnmatchcase(name, glob) for glob in patterns) for name in self.names]
 
 
 def fragments_of(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
+
+from gossamer.training.layout import gather, scatter
 
 
 def nesterov_step_(
@@ -20,3 +24,19 @@ def nesterov_step_(
     velocity.mul_(momentum).add_(delta)
     point.add_(delta, alpha=-learning_rate)
     point.add_(velocity, alpha=-learning_rate * momentum)
+
+
+def nesterov_step_on_(
+    point: Tensor,
+    velocity: Tensor,
+    slices: Sequence[slice],
+    delta: Tensor,
+    *,
+    learning_rate: float,
+    momentum: float,
+) -> None:
+    """The same on `slices` of z and v alone; `delta` is as `gather` gives it."""
+    some, its_velocity = gather(point, slices), gather(velocity, slices)
+    nesterov_step_(some, its_velocity, delta, learning_rate=learning_rate, momentum=momentum)
+    scatter(point, slices, some)
+    scatter(velocity, slices, its_velocity)

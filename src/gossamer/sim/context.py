@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gossamer.comm.context import MethodState, Round, Tag, TrainReport
+from gossamer.comm.letters import Letter
 from gossamer.comm.rounds import Rounds
 from gossamer.comm.tasks import TaskGroup
 from gossamer.errors import CommError
@@ -114,6 +115,44 @@ class SimContext:
             self._trace("recv", src, tag, "")
         return payload
 
+    @property
+    def syncers(self) -> tuple[int, ...]:
+        return self._world.syncers.places
+
+    def connected(self) -> tuple[int, ...]:
+        return tuple(w for w, life in enumerate(self._world.lives) if life.phase == "running")
+
+    def post(
+        self,
+        dst: int,
+        kind: str,
+        payload: Tensor,
+        *,
+        step: int,
+        part: int = 0,
+        note: tuple[int, ...] = (),
+        exact: bool = False,
+    ) -> None:
+        num_bytes = self._world.charged_bytes(payload, exact) + 8 * len(note)
+        self._world.ledger.add(self.round_index, kind, self._worker, dst, num_bytes)
+        self._trace("post", dst, Tag(kind, self.round_index, step=step, part=part), note)
+        self._world.letters.send(
+            self._worker, dst, kind, payload,
+            step=step, part=part, note=note, num_bytes=num_bytes, exact=exact,
+        )  # fmt: skip
+
+    def poll(self, src: int, kind: str, part: int = 0) -> Letter | None:
+        letter = self._world.letters.poll(self._worker, src, kind, part)
+        if letter is not None:
+            tag = Tag(kind, self.round_index, step=letter.step, part=part)
+            self._trace("poll", src, tag, letter.note)
+        return letter
+
+    async def mail(self, seen: int, timeout: float | None = None) -> int:
+        news = await self._world.letters.mail(self._worker, seen, timeout)
+        await self._resume()
+        return news
+
     async def _resume(self) -> None:
         """Come back from waiting: a frozen process does so only when it thaws."""
         now = self._world.loop.time_ns()
@@ -200,6 +239,9 @@ class SimContext:
         return TaskGroup()
 
     async def checkpoint(self, state: MethodState) -> None:
+        if self._worker >= self.num_workers:
+            self._world.syncers.checkpoint(self._worker, state)
+            return
         if self.skip_boundary:
             self.skip_boundary = False
             return
@@ -212,7 +254,8 @@ class SimContext:
         cell = self.stats.records.setdefault(name, [0.0, 0.0])
         cell[0] += 1
         cell[1] += value
-        self._world.record(self.round_index, name, value)
+        if self._worker < self.num_workers:  # a syncer is in no round
+            self._world.record(self.round_index, name, value)
 
     def _trace(self, event: str, first: object, tag: object, last: object) -> None:
         text = (

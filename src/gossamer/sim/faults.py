@@ -266,12 +266,17 @@ class _Timeline:
 class FaultPlan:
     """All faults of a run, as a pure function of (`faults`, `num_workers`, `seed`).
 
+    Workers are all places, syncers included; chips are those of the first `num_training` only.
+
     Raises `ConfigError` where a fault names a worker that the run does not have.
     """
 
-    def __init__(self, faults: Faults, num_workers: int, seed: int) -> None:
+    def __init__(
+        self, faults: Faults, num_workers: int, seed: int, *, num_training: int | None = None
+    ) -> None:
         _check_workers(faults, num_workers)
         self.faults, self.num_workers, self.seed = faults, num_workers, seed
+        self._num_training = num_workers if num_training is None else num_training
         self._outages = self._timelines(
             "outage", faults.outages, faults.outage_rate, faults.mean_outage
         )
@@ -281,7 +286,7 @@ class FaultPlan:
         )
         self._crashes = self._timelines("crash", (), faults.crash_rate, faults.mean_downtime)
         self._stops = (
-            [Stops(faults.chaos, num_workers, seed, worker) for worker in range(num_workers)]
+            [Stops(faults.chaos, self._num_training, seed, w) for w in range(self._num_training)]
             if faults.chaos is not None
             else []
         )
@@ -341,14 +346,14 @@ class FaultPlan:
     def stopped_until(self, worker: int, at_ns: int) -> int:
         """When `worker` computes again, after hangs and failures of its chips."""
         until = self.frozen_until(worker, at_ns)
-        while self._stops and (later := self._stops[worker].until(until)) > until:
+        while worker < len(self._stops) and (later := self._stops[worker].until(until)) > until:
             until = self.frozen_until(worker, later)
         return until
 
     def stopped_ns(self, worker: int, start_ns: int, end_ns: int) -> int:
         """For how long of [start_ns, end_ns) it computes nothing, for the same reasons."""
         stops = self.windows("hang", worker, start_ns, end_ns)
-        if self._stops:
+        if worker < len(self._stops):
             mine = self._stops[worker].overlapping(start_ns, end_ns)
             stops = _disjoint([*stops, *(Window(*stop) for stop in mine)], start_ns, end_ns)
         return sum(stop.end_ns - stop.start_ns for stop in stops)
@@ -420,7 +425,7 @@ class FaultPlan:
             if rate > 0
         ]
         if faults.chaos is not None:
-            rate = faults.chaos.rate(self.num_workers)
+            rate = faults.chaos.rate(self._num_training)
             lines.append(f"chips: {3600 * rate:g} failures per worker and hour (seed {self.seed})")
         return lines
 

@@ -181,7 +181,12 @@ def _check(settings: WorldSettings, numerics: str, *, resumes: bool) -> None:
         raise ConfigError(f"checkpoint_every: a number of rounds, 0 or more, needed; got {every}")
     if every and settings.checkpoint_dir is None:
         raise ConfigError(f"checkpoint_every = {every} needs a checkpoint_dir to write to")
-    settings.network.validate_for(settings.num_workers)
+    if settings.method.num_syncers and (resumes or every):
+        raise ConfigError(
+            f"{settings.method.name}: a run with a syncer cannot be saved and resumed yet; leave "
+            "out checkpoint_every (and --resume)"
+        )
+    settings.network.validate_for(settings.num_workers + settings.method.num_syncers)
     settings.timing.validate_for(settings.num_workers)
     if numerics == "none":
         why = settings.method.needs_numerics()
@@ -287,7 +292,7 @@ def _alive_ns(stats: Any) -> int:
 def _records(world: World) -> dict[str, dict[str, float]]:
     """What the method recorded, over all workers and rounds: how often, and the mean."""
     totals: dict[str, list[float]] = {}
-    for stats in world.stats:
+    for stats in [*world.stats, *world.syncers.stats.values()]:
         for name, (count, total) in stats.records.items():
             cell = totals.setdefault(name, [0.0, 0.0])
             cell[0] += count

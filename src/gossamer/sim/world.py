@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gossamer.comm.context import MethodState
@@ -32,10 +33,12 @@ from gossamer.sim.context import SimContext, WorkerStats
 from gossamer.sim.cuts import Cuts
 from gossamer.sim.faults import Crash, FaultPlan, Faults
 from gossamer.sim.joining import Joins
+from gossamer.sim.letters import Letters
 from gossamer.sim.listener import Listener, StopFlag
 from gossamer.sim.lives import Absence, Life
 from gossamer.sim.network import Network, SimNetwork
 from gossamer.sim.post import Post
+from gossamer.sim.syncers import Syncers
 from gossamer.sim.trace import Trace
 from gossamer.training.engine import Engine
 
@@ -78,16 +81,18 @@ class World:
         self.seed = settings.seed
         # Abstract to the type checker alone: sockets and signals have no place in virtual time.
         self.loop = VirtualLoop(saved.time_ns if saved else 0)  # type: ignore[abstract]
-        self.plan = FaultPlan(settings.faults, self.num_workers, self.seed)
-        self.network = SimNetwork(
-            self.loop, settings.network, self.num_workers, self.plan, self.seed
-        )
+        places = self.num_workers + self.method.num_syncers
+        self.plan = FaultPlan(settings.faults, places, self.seed, num_training=self.num_workers)
+        self.network = SimNetwork(self.loop, settings.network, places, self.plan, self.seed)
         self.compute = ComputeModel(settings.timing, self.plan, self.num_workers, self.seed)
-        self.post = Post(self.loop, self.network, self.num_workers, self.network.latency_ns)
-        self.rows, self.replicas = engine.new_replicas(self.num_workers)
+        self.post = Post(self.loop, self.network, places, self.network.latency_ns)
+        self.letters = Letters(self.loop, self.network, places, self.post.is_alive)
+        rows, self.replicas = engine.new_replicas(places)
+        self.rows = rows[: self.num_workers]
+        self.syncers = Syncers(self, self.method.num_syncers)
         self.members = saved.members if saved else MemberLog(tuple(range(self.num_workers)))
         self.header = header
-        self.ledger, self.trace = Ledger(), Trace(self.num_workers, header)
+        self.ledger, self.trace = Ledger(), Trace(places, header)
         self.cuts, self.joins = Cuts(self), Joins(self)
         self.lives = [Life() for _ in range(self.num_workers)]
         self.stats = [WorkerStats() for _ in range(self.num_workers)]
@@ -107,7 +112,8 @@ class World:
         """What a payload weighs on the wire: its own bytes, or those of what it stands for."""
         if exact:
             return payload.numel() * payload.element_size()
-        width = self._bytes_per_value or payload.element_size()
+        is_encoded = payload.dtype is torch.uint8  # bytes of a codec are bytes
+        width = 1 if is_encoded else self._bytes_per_value or payload.element_size()
         return round(payload.numel() * self._scale) * width
 
     def _derived_deadline(self) -> float:
@@ -141,7 +147,7 @@ class World:
 
     def wants_checkpoint(self, index: int) -> bool:
         """Whether the boundary before round `index` is one to save."""
-        if self.settings.checkpoint_dir is None or not self.engine.real:
+        if self.settings.checkpoint_dir is None or not self.engine.real or self.syncers.places:
             return False
         every = self.settings.checkpoint_every
         return index == self._stop_round or bool(every and index % every == 0)
@@ -240,6 +246,7 @@ class World:
             self.loop.create_task(self._live(worker), name=f"worker-{worker}")
             for worker in range(self.num_workers)
         ]
+        tasks += self.syncers.start()
         for task in tasks:
             task.add_done_callback(self._life_over)
         try:
@@ -269,6 +276,7 @@ class World:
             entry = await self._return(worker, ending)
         if life.phase == "running":
             life.phase = "ended"
+            self.letters.tell_all()
         self._end_if_all_done()
 
     async def _first_entry(self, worker: int) -> tuple[SimContext, MethodState] | None:
@@ -297,6 +305,19 @@ class World:
             stats.alive_since_ns = self.loop.time_ns()
         self.contexts[worker] = ctx
         self.lives[worker].phase = "running"
+        self.letters.back(worker)
+
+    def syncer_down(self, place: int, crash: Crash) -> None:
+        """A syncer's process is gone; workers go on."""
+        self.post.kill(place)
+        self.letters.gone(place)
+        fields = {"time_s": self.loop.time(), "cause": "crash", "reason": "the syncer crashed"}
+        self.emit("lost", {"worker": place, **fields})
+
+    def syncer_back(self, place: int) -> None:
+        """A syncer is back, with the state of its last checkpoint."""
+        self.post.revive(place)
+        self.letters.back(place)
 
     def _enter(self, worker: int) -> SimContext:
         ctx = self.new_context(worker)
@@ -346,6 +367,7 @@ class World:
         self.lives[worker].phase, self.lives[worker].absence = "down", absence
         self.contexts[worker] = None
         self.post.kill(worker)
+        self.letters.gone(worker)
         if kind != "out_of_sync":
             self.lost.append(
                 {"worker": worker, "time_s": now / 1e9, "cause": kind, "reason": reason}

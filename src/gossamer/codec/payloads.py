@@ -1,0 +1,30 @@
+"""Vectors as the payloads that a method sends: encoded by a codec's name, or as they are."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gossamer.codec.registry import codec_of
+
+PLAIN = "none"
+"""The name for no codec: payloads are the vectors themselves, in their own dtype."""
+
+
+def check_codec(name: str) -> None:
+    """Raise `ConfigError` unless `name` is `PLAIN` or a codec's."""
+    if name != PLAIN:
+        codec_of(name)
+
+
+def encoded(values: Tensor, name: str) -> Tensor:
+    """The payload of `values`; `values` themselves where there is no codec."""
+    return values if name == PLAIN else codec_of(name).encode(values)
+
+
+def decoded(payload: Tensor, name: str, *, numel: int, like: Tensor) -> Tensor:
+    """The `numel` values of a payload, in the dtype and on the device of `like`."""
+    if name == PLAIN:
+        return payload
+    values = like.new_empty(numel)
+    codec_of(name).decode(payload, values)
+    return values
