@@ -220,7 +220,7 @@ def parsed_or_none(frame: bytes) -> Header | None:
 
 def test_a_lying_length_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     body = bytearray(wire.pack_header(header())[:-4])
-    struct.pack_into(">Q", body, 6 + 59, 10**15)
+    struct.pack_into(">Q", body, 6 + 67, 10**15)
     lie = bytes(body) + struct.pack(">I", zlib.crc32(bytes(body)))
 
     async def scene() -> None:

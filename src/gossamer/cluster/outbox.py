@@ -12,7 +12,7 @@ import grpc
 from grpc import aio
 from torch import Tensor
 
-from gossamer.cluster.pacing import Line, Watchdog
+from gossamer.cluster.pacing import Line, Turn, Watchdog
 from gossamer.cluster.wire import (
     CHUNK_BYTES_MAX,
     NO_LIFE,
@@ -89,6 +89,10 @@ class Route(Protocol):
     def slots(self, control: bool) -> asyncio.Semaphore:
         """How many messages may be on their way."""
 
+    @property
+    def turn(self) -> asyncio.Lock:
+        """Held by the message whose payload is being written, so that one comes after the other."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sender:
@@ -133,6 +137,7 @@ class Sending:
         self._moved = -1  # bytes that the receiver has confirmed
         self._borrowed = 0
         self._go: asyncio.Future[int] | None = None  # from where to send
+        self._turn: Turn | None = None
         self._task = loop.create_task(self._run(), name=f"send {header.tag} to {route.worker}")
         sender.background(self._task)
 
@@ -314,6 +319,8 @@ class Sending:
                     self._go.set_result(reply.num_bytes)
                 if reply.num_bytes <= self._moved:
                     continue  # a connection that breaks again and again moves nothing
+            elif not self._go.done() and self._turn is not None:
+                self._turn.end()  # there is no room for it, but perhaps for one behind it
             self._moved = max(self._moved, reply.num_bytes)
             self._watchdog.feed()
 
@@ -325,8 +332,11 @@ class Sending:
         assert go is not None
         raw = raw_bytes(payload)
         checksum, place = 0, 0
+        turn = self._turn = Turn(self._route.turn)
         try:
             await self._put(call, pack_header(header))
+            if not self._control:
+                await turn.take()
             if not header.retry:  # beginning before the receiver answers saves a round trip
                 place = raw.numel() if self._control else min(self._borrow(), raw.numel())
                 checksum = await self._put_chunks(call, raw, 0, place, checksum)
@@ -339,6 +349,8 @@ class Sending:
             await call.done_writing()
         except RPC_ERRORS:
             pass  # `_read` has the reason, or the verdict that made the receiver hang up
+        finally:
+            turn.end()
 
     def _borrow(self) -> int:
         """Bytes that may be sent unasked; `_give_back` when they have room, or are no more."""

@@ -1,4 +1,4 @@
-"""Waiting with a purpose: a line of limited rate, and a watch over transfers that stall."""
+"""Waiting with a purpose: a line of limited rate, turns on it, a watch over stalled transfers."""
 
 from __future__ import annotations
 
@@ -60,6 +60,31 @@ class Line:
     def piece_bytes(self, seconds: float) -> float:
         """What passes in `seconds`."""
         return float("inf") if self.rate is None else self.rate * seconds
+
+
+class Turn:
+    """One message's turn to write to a peer.
+
+    Messages that were written at once would share the line and all be complete at its end; one
+    after the other, the first is complete early and can be worked on.
+    """
+
+    def __init__(self, lock: asyncio.Lock) -> None:
+        self._lock, self._state = lock, "wanted"
+
+    async def take(self) -> None:
+        """Wait for it."""
+        await self._lock.acquire()
+        if self._state == "ended":
+            self._lock.release()
+        else:
+            self._state = "held"
+
+    def end(self) -> None:
+        """Let the next one begin; called again, nothing."""
+        if self._state == "held":
+            self._lock.release()
+        self._state = "ended"
 
 
 class Watchdog:

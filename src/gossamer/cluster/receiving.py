@@ -158,8 +158,10 @@ class Receiver:
 
     async def _take(self, entry: Entry, context: Context) -> None:
         """Receive the rest of a payload and hand it over."""
-        while not await self._inbox.admit(entry, self._limits.keepalive / 4):
+        patience_s = 0.0  # who must wait hears of it at once: others can be sent meanwhile
+        while not await self._inbox.admit(entry, patience_s):
             await self._reply(context, Reply("progress", entry.received))
+            patience_s = self._limits.keepalive / 4
         if entry.error is not None:
             raise refusal_of(entry)
         await self._reply(context, Reply("go", entry.received, self._life))

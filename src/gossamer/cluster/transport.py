@@ -251,6 +251,7 @@ class _Peer:
         self.address: str | None = None
         self.life = NO_LIFE
         self.eager_bytes = EAGER_BYTES_MAX
+        self.turn = asyncio.Lock()
         self._channels: dict[bool, aio.Channel] = {}
         self._slots = {kind: asyncio.Semaphore(limits.streams_max) for kind in (False, True)}
 

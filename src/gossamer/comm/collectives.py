@@ -15,6 +15,7 @@ next ones are on their way, so that the links never rest and little memory is ne
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,7 @@ RESENDS_MAX = 20  # of one averaged chunk
 SEGMENTS_MAX = 8  # a link that fails is noticed after the first, and the rest does without it
 SEGMENT_MESSAGES_MAX = 64  # segments times workers: each worker sends so many pieces, twice
 SEGMENT_VALUES_MIN = 1024  # no segment is shorter
-_AHEAD = 2  # segments whose contributions leave before those of the present one have come
+_AHEAD = 2  # segments that are under way before the present one, and behind it
 _LAST_LOOK = 0.01  # deadlines: the least time that is given to a message
 
 
@@ -291,40 +292,57 @@ async def average_survivors(
     if len(workers) == 1 or ctx.worker not in workers:
         return (ctx.worker,)
     pipeline = _Pipeline(ctx, round_.tag(kind), workers, values, exact=exact)
-    for index in range(len(pipeline)):
-        flight = pipeline.advance(index, workers)
-        survivors = await _average_flight(ctx, flight, workers, exact)
-        fallen = [worker for worker in workers if worker not in survivors]
-        for flight in pipeline.flights[index + 1 :]:
-            flight.give_up(workers if len(survivors) == 1 else fallen)
-        workers = survivors
-        if len(workers) == 1:
-            break
+    async with ctx.task_group() as tasks:
+        finishing: list[asyncio.Task[None]] = []
+        for index in range(len(pipeline)):
+            flight = pipeline.advance(index, workers)
+            contributions, survivors = await _agree(ctx, flight, workers)
+            fallen = [worker for worker in workers if worker not in survivors]
+            for later in pipeline.flights[index + 1 :]:
+                later.give_up(workers if len(survivors) == 1 else fallen)
+            workers = survivors
+            if len(workers) == 1:
+                break
+            if len(finishing) >= _AHEAD:
+                await finishing[-_AHEAD]
+            finishing.append(tasks.start(_finish(ctx, flight, workers, contributions, exact)))
     return workers
 
 
-async def _average_flight(
-    ctx: Context, flight: _Flight, allowed: tuple[int, ...], exact: bool
-) -> tuple[int, ...]:
-    """Average one segment over those of `allowed` whose links hold; returns who they are.
+async def _agree(
+    ctx: Context, flight: _Flight, allowed: tuple[int, ...]
+) -> tuple[dict[int, Tensor], tuple[int, ...]]:
+    """A segment's contributions, and those of `allowed` whose links held; me alone where mine did
+    not.
+    """
+    contributions = await _receive_contributions(ctx, flight, allowed)
+    report_tag = flight.tag._replace(phase=flight.tag.phase + 1)
+    survivors = await _agree_on_survivors(ctx, report_tag, flight.workers, allowed, contributions)
+    alone = ctx.worker not in survivors or len(survivors) == 1
+    # the values are about to be written to, here or by the caller
+    flight.give_up([w for w in flight.workers if alone or w not in survivors])
+    if alone:
+        ctx.record("left_out", 1.0)
+        return contributions, (ctx.worker,)
+    return contributions, survivors
+
+
+async def _finish(
+    ctx: Context,
+    flight: _Flight,
+    survivors: tuple[int, ...],
+    contributions: dict[int, Tensor],
+    exact: bool,
+) -> None:
+    """Average a segment over the survivors.
 
     Chunks whose owner fell out are averaged again by the rest. That costs no more than what was
     saved by leaving a worker out.
     """
-    contributions = await _receive_contributions(ctx, flight, allowed)
     tag, workers, chunks = flight.tag, flight.workers, flight.chunks
-    report_tag = tag._replace(phase=tag.phase + 1)
-    survivors = await _agree_on_survivors(ctx, report_tag, workers, allowed, contributions)
-    alone = ctx.worker not in survivors or len(survivors) == 1
-    # `values` is about to be written to, here or by the caller
-    flight.give_up(workers if alone else [w for w in workers if w not in survivors])
-    if alone:
-        ctx.record("left_out", 1.0)
-        return (ctx.worker,)
-    part = _group_digest(survivors)
     await _share_results(
         ctx,
-        tag._replace(phase=tag.phase + 2, part=part),
+        tag._replace(phase=tag.phase + 2, part=_group_digest(survivors)),
         survivors,
         chunks=dict(zip(workers, chunks, strict=True)),
         contributions=contributions,
@@ -335,10 +353,11 @@ async def _average_flight(
         pending = torch.cat(orphans)
         next_tag = tag._replace(phase=tag.phase + 3)
         again = _send_contributions(ctx, next_tag, survivors, pending, exact)
-        await _average_flight(ctx, again, survivors, exact)
+        contributions, rest = await _agree(ctx, again, survivors)
+        if len(rest) > 1:
+            await _finish(ctx, again, rest, contributions, exact)
         for chunk, mixed in zip(orphans, pending.tensor_split(_bounds(orphans)), strict=True):
             chunk.copy_(mixed)
-    return survivors
 
 
 async def _receive_contributions(

@@ -34,6 +34,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from gossamer.comm.buffers import synchronise_buffers
@@ -68,9 +69,10 @@ class DiLoCo(Method):
     async def run(self, ctx: Context, state: MethodState) -> None:
         state = state_of(DiLoCoState, state)
         replica = ctx.replica
+        delta = torch.empty_like(state.anchor)
         async for round_ in ctx.rounds(state):
             await ctx.train(self.inner_steps)
-            delta = state.anchor - replica.parameters
+            torch.sub(state.anchor, replica.parameters, out=delta)
             agreed = await all_reduce_until_complete(ctx, round_, "outer", delta)
             nesterov_step_(
                 state.anchor,

@@ -138,12 +138,12 @@ class FactoredGossip(Method):
     async def run(self, ctx: Context, state: MethodState) -> None:
         state = state_of(FactoredGossipState, state)
         replica = ctx.replica
+        base, delta = torch.empty_like(state.point), torch.empty_like(state.point)
         async for round_ in ctx.rounds(state):
             async with ctx.task_group() as tasks:
-                mix1 = tasks.start(self._mix1(ctx, round_, state))
+                tasks.start(self._mix1(ctx, round_, state, base))
                 await ctx.train(self.inner_steps)
-                base = await mix1
-            delta = state.point - replica.parameters
+            torch.sub(state.point, replica.parameters, out=delta)
             check_finite(ctx, delta, "outer gradient")
             await self._mix2(ctx, round_, delta)
             nesterov_step_(
@@ -153,19 +153,20 @@ class FactoredGossip(Method):
                 learning_rate=self.outer_learning_rate,
                 momentum=self.outer_momentum,
             )
-            state.point = base
+            state.point, base = base, state.point  # the old point's memory is the next base's
             replica.parameters.copy_(state.point)
             await synchronise_buffers(ctx, round_, self._buffer_group(ctx, round_))
 
-    async def _mix1(self, ctx: Context, round_: Round, state: FactoredGossipState) -> Tensor:
-        """x = Mix1(z), in a tensor of its own; z stays as it is while training goes on."""
-        base = state.point.clone()
+    async def _mix1(
+        self, ctx: Context, round_: Round, state: FactoredGossipState, base: Tensor
+    ) -> None:
+        """x = Mix1(z), into `base`; z stays as it is while training goes on."""
+        base.copy_(state.point)
         await self._mix(ctx, round_, "mix1", self.mix1, base)
         if self.mix1_weight != 1:  # a lazy mix: part of the way
-            base = torch.lerp(state.point, base, self.mix1_weight)
+            torch.lerp(state.point, base, self.mix1_weight, out=base)
         if self.mix_momentum:
             await self._mix(ctx, round_, "mix1_momentum", self.mix1, state.momentum)
-        return base
 
     async def _mix2(self, ctx: Context, round_: Round, delta: Tensor) -> None:
         """Delta <- Mix2(Delta), on the subset, where the trigger allows it."""
