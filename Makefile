@@ -4,6 +4,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.made
+FASHION := /usr/share/datasets/fashion-mnist
 
 .PHONY: demo test lint format environment constraints data clean
 .DEFAULT_GOAL := help
@@ -13,6 +14,7 @@ help:
 	@echo 'make test         the whole test suite'
 	@echo 'make lint         ruff and mypy'
 	@echo 'make format       let ruff rewrite the sources'
+	@echo 'make data         install Fashion-MNIST, for recipes/fashion.toml (Debian, as root)'
 	@echo 'make environment  only make .venv, with the versions of constraints.txt'
 	@echo 'make constraints  pin what is installed in .venv now'
 
@@ -41,6 +43,16 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
+
+data:
+	@if [ -d $(FASHION) ]; then echo 'Fashion-MNIST is installed in $(FASHION).'; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	  apt-get install -y --no-install-recommends dataset-fashion-mnist || \
+	  { apt-get update && apt-get install -y --no-install-recommends dataset-fashion-mnist; }; \
+	else \
+	  echo 'Fashion-MNIST is not installed. On Debian or Ubuntu: sudo apt-get install'; \
+	  echo 'dataset-fashion-mnist. Elsewhere: put its four IDX files (t10k-* and train-*) into a'; \
+	  echo 'folder, and name the folder in the recipe: --set task.data=FOLDER'; exit 1; fi >&2
 
 constraints: $(STAMP)
 	@{ sed -n '/^#/p' constraints.txt; \

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gossamer.sim.faults import Faults
     from gossamer.sim.network import Network
     from gossamer.sim.simulate import SimulationResult, simulate
+    from gossamer.training.images import ImageTask
     from gossamer.training.settings import Training
     from gossamer.training.task import Task
     from gossamer.training.text import TextTask
@@ -41,6 +42,7 @@ __all__ = [
     "FactoredGossip",
     "Faults",
     "GossamerError",
+    "ImageTask",
     "Ledger",
     "LocalSGD",
     "Measure",
@@ -68,6 +70,7 @@ _HOMES = {
     "FactoredGossip": "gossamer.methods",
     "Faults": "gossamer.sim.faults",
     "GossamerError": "gossamer.errors",
+    "ImageTask": "gossamer.training.images",
     "Ledger": "gossamer.comm.ledger",
     "LocalSGD": "gossamer.methods",
     "Measure": "gossamer.measure.settings",

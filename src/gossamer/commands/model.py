@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -107,10 +108,10 @@ def sensitivity(
     if source.is_dir():
         if rounds is not None or changes:
             raise ConfigError("--rounds and --set are for a RECIPE; this run is trained already")
-        prepared, parameters = _of_run(source)
+        trained = _of_run(source)
     else:
-        prepared, parameters = _trained_briefly(source, rounds, changes or [])
-    result = _rank(prepared, parameters)
+        trained = _trained_briefly(source, rounds, changes or [])
+    result = _rank(trained)
     chosen = propose_subset(result, share)
     fragment = recipe_fragment(chosen)
     if out is not None:
@@ -125,15 +126,25 @@ def sensitivity(
         print_note(f"written to {out}; copy it into the [method] of a recipe")
 
 
-def _of_run(path: Path) -> tuple[Prepared, Tensor]:
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """A trained recipe: the workers' parameters [M, P], and the averaged model's state dict."""
+
+    prepared: Prepared
+    parameters: Tensor
+    averaged: dict[str, Tensor]
+
+
+def _of_run(path: Path) -> _Trained:
     from gossamer.config import prepare
     from gossamer.report.run_folder import RunFolder
 
     folder = RunFolder(path)
-    return prepare(folder.recipe()), folder.worker_parameters()
+    prepared = prepare(folder.recipe())
+    return _Trained(prepared, folder.worker_parameters(), folder.averaged_model())
 
 
-def _trained_briefly(path: Path, rounds: int | None, changes: list[str]) -> tuple[Prepared, Tensor]:
+def _trained_briefly(path: Path, rounds: int | None, changes: list[str]) -> _Trained:
     from gossamer.commands.running import check_simulated, simulate_prepared, stopping_on_signals
     from gossamer.config import load_recipe, prepare
     from gossamer.report.progress import Display
@@ -149,30 +160,31 @@ def _trained_briefly(path: Path, rounds: int | None, changes: list[str]) -> tupl
         progress = display.run(prepared.recipe.method.name)
         result = simulate_prepared(prepared, listener=progress, stop=stop)
         display.finish(progress)
-    return prepared, result.parameters
+    return _Trained(prepared, result.parameters, result.averaged)
 
 
-def _rank(prepared: Prepared, parameters: Tensor) -> SensitivityResult:
+def _rank(trained: _Trained) -> SensitivityResult:
     from gossamer.measure.blocks import blocks_of
     from gossamer.measure.sensitivity import rank_blocks
 
-    return rank_blocks(
-        parameters, prepared.layout, _predictor(prepared), blocks_of(prepared.layout)
-    )
+    layout = trained.prepared.layout
+    return rank_blocks(trained.parameters, layout, _predictor(trained), blocks_of(layout))
 
 
-def _predictor(prepared: Prepared) -> Callable[[Tensor], Tensor]:
-    """Logits on the task's probe batch for a flat vector [P]."""
+def _predictor(trained: _Trained) -> Callable[[Tensor], Tensor]:
+    """Logits on the task's probe batch for a flat vector [P], with the averaged model's buffers."""
     from gossamer.training.task import Predicts
 
-    task = prepared.task
+    task = trained.prepared.task
     if not isinstance(task, Predicts):
         raise ConfigError("sensitivity needs a task with predictions and a probe batch")
     model = task.build().eval()
+    model.load_state_dict(trained.averaged, strict=False)  # a tied weight is stored once
     batch = task.probe_batch()
 
     def predict(flat: Tensor) -> Tensor:
-        model.load_state_dict(prepared.layout.views(flat), strict=False)  # buffers stay
+        views = trained.prepared.layout.views(flat)
+        model.load_state_dict(views, strict=False)  # buffers stay
         return task.predict(model, batch)
 
     return predict
