@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from stacked_images import RULES, Stack, largest_difference
+from stacked_images import RULES, VARIANTS, Stack, largest_difference
 from torch.nn import functional as F
 
 import gossamer as gm
@@ -85,7 +85,8 @@ _RATES = (0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.12, 0.
           0.3)  # fmt: skip
 
 # Fifteen tries each, as keyword arguments with the learning rate. Local MixVR's paper has the
-# grid 0.01, 0.05, 0.1 and the same alpha; here 0.05 and 0.1 diverge, so its rates are lower.
+# grid 0.01, 0.05, 0.1 and the same alpha; here 0.05 and 0.1 diverge where 0.95 weighs w, so that
+# its rates are lower there. Where it weighs the old average they are the paper's.
 GRIDS: dict[str, list[dict[str, float]]] = {
     "local_mixvr": [
         {"rate": rate, "alpha": alpha}
@@ -98,6 +99,11 @@ GRIDS: dict[str, list[dict[str, float]]] = {
     "minibatch_asgd": [{"rate": rate} for rate in _RATES],
     "slowcal_sgd": [{"rate": rate} for rate in _RATES],  # times 2 / T: its step grows with t
     CEILING: [{"rate": rate} for rate in _RATES],
+    "local_mixvr_average": [
+        {"rate": rate, "alpha": alpha}
+        for alpha in (0.05, 0.1, 0.25, 0.5, 0.75)
+        for rate in (0.01, 0.05, 0.1)
+    ],
 }
 
 
@@ -183,10 +189,9 @@ def train(piece: Piece, settings: dict[str, float]) -> dict[str, Any]:
         model=suite.model,
         batch_size=batch_size * bundle,
     )
-    method = gm.build_method(
-        piece.method,
-        {k: v for k, v in settings.items() if k != "rate"} | {"inner_steps": inner_steps // bundle},
-    )
+    name, fixed = VARIANTS.get(piece.method, (piece.method, {}))
+    others = {k: v for k, v in settings.items() if k != "rate"}
+    method = gm.build_method(name, {"inner_steps": inner_steps // bundle, **fixed, **others})
     plain = {"optimizer": "sgd", "weight_decay": 0.0, "clip_norm": 0.0, "schedule": "constant"}
     begun = time.process_time()
     ended: dict[str, Any] = {"accuracy": None, "loss": None}
@@ -390,7 +395,7 @@ def main() -> int:
     if given.action == "check":
         task = ImageTask.from_files("fashion-mnist", batch_size=4)
         for method in RULES:
-            settings = {"alpha": 0.25} if method == "local_mixvr" else {}
+            settings = {"alpha": 0.25} if method.startswith("local_mixvr") else {}
             print(f"{method}: {largest_difference(method, task, settings):.2g}")
         return 0
     if SUITES[given.suite].model != "cnn":

@@ -163,9 +163,15 @@ def slowcal_sgd(stack: Stack, rates: Tensor, rounds: int, inner_steps: int) -> T
 
 
 def local_mixvr(
-    stack: Stack, rates: Tensor, rounds: int, inner_steps: int, alpha: float = 0.1
+    stack: Stack,
+    rates: Tensor,
+    rounds: int,
+    inner_steps: int,
+    *,
+    alpha: float = 0.1,
+    gamma: float = 0.95,
 ) -> Tensor:
-    """beta = 0.1, gamma = 0.95 of w, all constant."""
+    """beta = 0.1 and gamma, the share of w in x; all constant."""
     minibatch = math.ceil(Fraction(str(alpha)) * inner_steps)
     x, w, d = stack.start.clone(), stack.start.clone(), torch.zeros_like(stack.start)
     old = x.clone()
@@ -181,19 +187,31 @@ def local_mixvr(
         for _ in range(inner_steps - minibatch):
             d, is_first = estimate(1), False
             old, w = x, w - rates * d
-            x = torch.lerp(x, w, 0.95)
+            x = torch.lerp(x, w, gamma)
         x, w = stack.average(x).clone(), stack.average(w).clone()
         d, is_first = stack.average(estimate(minibatch)).clone(), False
         old, w = x, w - rates * d
-        x = torch.lerp(x, w, 0.95)
+        x = torch.lerp(x, w, gamma)
     return x
 
 
+def local_mixvr_average(
+    stack: Stack, rates: Tensor, rounds: int, inner_steps: int, *, alpha: float = 0.1
+) -> Tensor:
+    """The other reading of 0.95, as the weight of the old average."""
+    return local_mixvr(stack, rates, rounds, inner_steps, alpha=alpha, gamma=1 - 0.95)
+
+
+# By the name of the method, or of a variant of it.
 RULES = {
     "local_sgd": local_sgd,
     "local_momentum": local_momentum,
     "slowcal_sgd": slowcal_sgd,
     "local_mixvr": local_mixvr,
+    "local_mixvr_average": local_mixvr_average,
+}
+VARIANTS: dict[str, tuple[str, dict[str, str]]] = {
+    "local_mixvr_average": ("local_mixvr", {"gamma_weighs": "average"})
 }
 
 
@@ -206,10 +224,11 @@ def largest_difference(method: str, task: ImageTask, settings: dict[str, float])
     ours = Stack(task, seeds, 4, 3 * 8)
     rates = torch.full((len(ours.start), 1), rate)
     ends = RULES[method](ours, rates, 3, 8, **settings)
+    name, fixed = VARIANTS.get(method, (method, {}))
     worst = 0.0
     for run, seed in enumerate(seeds):
         theirs = gm.simulate(
-            method=gm.build_method(method, {"inner_steps": 8, **settings}),
+            method=gm.build_method(name, {"inner_steps": 8, **fixed, **settings}),
             task=task,
             workers=4,
             rounds=3,
