@@ -43,39 +43,22 @@ async def exchange(
     transfers = {peer: ctx.send(peer, tag, payload, exact=exact) for peer in peers}
     received: dict[int, Tensor] = {}
     async with ctx.task_group() as tasks:
-        swaps = {
-            peer: tasks.start(_swap(ctx, tag, peer, transfer))
+        receiving = {peer: tasks.start(_received(ctx, peer, tag)) for peer in peers}
+        accepting = {
+            peer: tasks.start(_accepted(ctx, transfer, receiving[peer]))
             for peer, transfer in transfers.items()
         }
-        for peer, swap in swaps.items():
-            theirs, accepted_s = await swap
+        for peer, transfer in transfers.items():
+            await asyncio.wait([receiving[peer]])
+            theirs = None if receiving[peer].cancelled() else receiving[peer].result()
+            if theirs is None:
+                transfer.cancel()
+            accepted_s = await accepting[peer]
             if theirs is not None and accepted_s is not None:
                 received[peer] = theirs
                 if seconds is not None:
                     seconds[peer] = accepted_s - begun
     return received
-
-
-async def _swap(
-    ctx: Context, tag: Tag, peer: int, transfer: Transfer
-) -> tuple[Tensor | None, float | None]:
-    """What came from a peer, and when ours was accepted there; None for what failed.
-
-    As soon as one direction has failed the other is given up. So who is a round behind, whose
-    messages are refused, does not wait for what its peer sent long ago.
-    """
-    async with ctx.task_group() as tasks:
-        accepting = tasks.start(_accepted(ctx, transfer))
-        receiving = tasks.start(_received(ctx, peer, tag))
-        await asyncio.wait([accepting, receiving], return_when=asyncio.FIRST_COMPLETED)
-        if accepting.done() and await accepting is None and not receiving.done():
-            receiving.cancel()
-            await asyncio.wait([receiving])
-            return None, None
-        theirs = await receiving
-        if theirs is None:
-            transfer.cancel()
-        return theirs, await accepting
 
 
 async def _received(ctx: Context, peer: int, tag: Tag) -> Tensor | None:
@@ -86,11 +69,18 @@ async def _received(ctx: Context, peer: int, tag: Tag) -> Tensor | None:
         return None
 
 
-async def _accepted(ctx: Context, transfer: Transfer) -> float | None:
-    """When the receiver had accepted a transfer, in seconds; None where it did not."""
+async def _accepted(
+    ctx: Context, transfer: Transfer, receiving: asyncio.Task[Tensor | None]
+) -> float | None:
+    """When the receiver had accepted a transfer, in seconds; None where it did not.
+
+    Then nobody waits for the other direction any longer. So who is rounds behind, whose messages
+    are refused, does not wait for what its peers sent long ago.
+    """
     try:
         await transfer.delivered()
     except CommError:
+        receiving.cancel()
         return None
     return ctx.now()
 

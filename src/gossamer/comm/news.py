@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from gossamer.comm.context import Context, Round
-from gossamer.comm.neighbours import exchange
+from gossamer.errors import CommError
 
 NOTHING = -1.0  # the round of a row that nothing is known for
 _ROUNDING = 1e-6  # of an inner step: a ratio of measured times may lie just below a whole number
@@ -58,8 +58,8 @@ class News:
 
     def known(self, members: Iterable[int], since: float) -> dict[int, Row]:
         """The rows of `members` that are of round `since` or later."""
-        rows = {worker: self.row(worker) for worker in members}
-        return {w: row for w, row in rows.items() if row.round_index >= max(since, 0)}
+        oldest = max(since, 0.0)
+        return {w: self.row(w) for w in members if self._numbers[3 * w] >= oldest}
 
     def num_reached(self, members: Sequence[int], round_index: int) -> int:
         """How many members something was heard of in the last M rounds, of M members.
@@ -68,19 +68,24 @@ class News:
         means that some are cut off (or have just come).
         """
         oldest = round_index - len(members)
-        return sum(self.row(worker).round_index >= oldest for worker in members)
+        return sum(self._numbers[3 * worker] >= oldest for worker in members)
 
-    async def share(self, ctx: Context, round_: Round, kind: str, peers: Sequence[int]) -> None:
-        """Hand all rows to `peers`, and take over what they know better.
-
-        24 M bytes to each, whatever the model's size; what is lost is made up for later.
-        """
+    def send(self, ctx: Context, round_: Round, kind: str, peers: Sequence[int]) -> None:
+        """Send all rows to `peers`: 24 M bytes to each, whatever the model's size."""
         mine = torch.tensor(self._numbers, dtype=torch.float64)
-        received = await exchange(ctx, round_.tag(kind), mine, peers, exact=True)
-        for theirs in received.values():
-            numbers = theirs.tolist()
-            for worker in range(len(numbers) // 3):
-                self.note(worker, Row(*numbers[3 * worker : 3 * worker + 3]))
+        for peer in peers:
+            ctx.send(peer, round_.tag(kind), mine, exact=True)
+
+    async def take(self, ctx: Context, round_: Round, kind: str, peers: Sequence[int]) -> None:
+        """Take over what `peers` know better; what is lost is made up for in later rounds."""
+        for peer in peers:
+            try:
+                numbers = (await ctx.recv(peer, round_.tag(kind))).tolist()
+            except CommError:
+                continue
+            for k in range(0, len(numbers), 3):
+                if numbers[k] > self._numbers[k]:
+                    self._numbers[k : k + 3] = numbers[k : k + 3]
 
 
 def steps_by_speed(most: int, worker: int, rows: dict[int, Row]) -> int:

@@ -218,9 +218,9 @@ class GASLoC(Method):
         """Mix `values` with the neighbours in place, and exchange news with them."""
         news = News(state.news, ctx.num_workers)
         seconds: dict[int, float] = {}
-        async with ctx.task_group() as tasks:
-            tasks.start(news.share(ctx, round_, "news", [peer for peer, _ in neighbours]))
-            await mix_neighbours(ctx, round_, "mix", values, neighbours, seconds=seconds)
+        news.send(ctx, round_, "news", [peer for peer, _ in neighbours])
+        held = await mix_neighbours(ctx, round_, "mix", values, neighbours, seconds=seconds)
+        await news.take(ctx, round_, "news", held)
         ctx.record("reached", news.num_reached(round_.members.workers, round_.index))
         if seconds:
             state.exchanges.append(min(seconds.values()))
