@@ -12,10 +12,9 @@ batches per worker). "resnet": the same images halved to 14 x 14, M = 8, resnet8
 normalisation, batches of 16, one epoch (468 batches per worker); it stands for CIFAR-10 with
 ResNet-18, which two cores do not bear.
 
-How. The trainings are the simulator's, with two short cuts. What a minibatch method does with many
-small batches it does with few large ones, which hold the same images. The local methods of "mnist"
-train all their replicas, seeds and tries as one stack (`stacked_images.py`); `check` compares that
-with the simulator, which is several times slower.
+How. The trainings of "resnet" are the simulator's. Those of "mnist" train all their replicas, seeds
+and tries as one stack (`stacked_images.py`); `check` compares that with the simulator, which is
+several times slower.
 
 Tuning. Every method has as many tries, on a tenth (mnist) or a third (resnet) of the batches, with
 the same number of rounds, one seed that the results do not use, and 5000 of the training images
@@ -48,7 +47,6 @@ from gossamer.training.images import ImageTask, PixelSource
 BUDGET_S = 150.0  # no further piece is begun after so long
 VALIDATION_IMAGES = 5000
 TUNING_SEED = 1000
-BUNDLE_MAX = 64
 CEILING = "data_parallel"
 
 
@@ -157,52 +155,50 @@ def images_of(shrink: int, held_out: bool) -> tuple[LabelledImages, LabelledImag
     return tuple(small)  # type: ignore[return-value]
 
 
-def bundle_of(method: str, suite: Suite, inner_steps: int) -> int:
-    """How many batches are taken at once where a method uses nothing but their mean gradient.
-
-    The same images and the same gradient, without the cost of many small batches; not with batch
-    normalisation, where it would not be the same.
-    """
-    if not method.startswith("minibatch") or suite.model != "cnn":
-        return 1
-    return max(c for c in range(1, BUNDLE_MAX + 1) if inner_steps % c == 0)
-
-
-def train(piece: Piece, settings: dict[str, float]) -> dict[str, Any]:
-    """One training's accuracy, or how it ended."""
+def shape_of(piece: Piece) -> tuple[int, int]:
+    """(rounds, inner steps) of a training."""
     suite = SUITES[piece.suite]
-    share = suite.tuning_share if piece.kind == "tune" else 1.0
-    rounds, workers, batch_size = piece.rounds, suite.workers, suite.batch_size
-    rate = settings["rate"]
-    if piece.method == CEILING:  # one worker with all batches: what synchronous steps amount to
-        workers, batch_size = 1, suite.workers * suite.batch_size
-        rounds, inner_steps = 1, round(suite.batches * share)
-    else:
-        inner_steps = max(2, round(suite.batches * share / rounds))
-    if piece.method == "slowcal_sgd":
-        rate *= 2 / (rounds * inner_steps)
-    bundle = bundle_of(piece.method, suite, inner_steps)
+    batches = round(suite.batches * (suite.tuning_share if piece.kind == "tune" else 1.0))
+    if piece.method == CEILING:
+        return 1, batches
+    return piece.rounds, max(2, round(batches / piece.rounds))
+
+
+def rate_of(piece: Piece, settings: dict[str, float]) -> float:
+    """The learning rate; of slowcal_sgd so that its mean step is the one that is given."""
+    rounds, inner_steps = shape_of(piece)
+    return settings["rate"] * (2 / (rounds * inner_steps) if piece.method == "slowcal_sgd" else 1)
+
+
+def task_of(piece: Piece) -> ImageTask:
+    """The task, on a part of the training images in tuning."""
+    suite = SUITES[piece.suite]
     train_images, test_images = images_of(suite.shrink, piece.kind == "tune")
-    task = ImageTask(
+    return ImageTask(
         train=PixelSource(train_images, train_images.pixels),
         test=PixelSource(test_images, train_images.pixels),
         model=suite.model,
-        batch_size=batch_size * bundle,
+        batch_size=suite.batch_size,
     )
+
+
+def train(piece: Piece, settings: dict[str, float]) -> dict[str, Any]:
+    """One training in the simulator: its accuracy, or how it ended."""
+    rounds, inner_steps = shape_of(piece)
     name, fixed = VARIANTS.get(piece.method, (piece.method, {}))
     others = {k: v for k, v in settings.items() if k != "rate"}
-    method = gm.build_method(name, {"inner_steps": inner_steps // bundle, **fixed, **others})
+    method = gm.build_method(name, {"inner_steps": inner_steps, **fixed, **others})
     plain = {"optimizer": "sgd", "weight_decay": 0.0, "clip_norm": 0.0, "schedule": "constant"}
     begun = time.process_time()
     ended: dict[str, Any] = {"accuracy": None, "loss": None}
     try:
         summary = gm.simulate(
             method=method,
-            task=task,
-            workers=workers,
+            task=task_of(piece),
+            workers=SUITES[piece.suite].workers,
             rounds=rounds,
             seed=piece.seed,
-            training=gm.Training(learning_rate=rate, **plain),
+            training=gm.Training(learning_rate=rate_of(piece, settings), **plain),
             measure=gm.Measure(every=0),
         ).summary
         ended = {"accuracy": summary["eval_accuracy"], "loss": summary["eval_loss"]}
@@ -214,26 +210,14 @@ def train(piece: Piece, settings: dict[str, float]) -> dict[str, Any]:
 
 def train_stack(pieces: list[Piece], settings: list[dict[str, float]]) -> list[dict[str, Any]]:
     """Several trainings that differ in seed and learning rate alone, at once."""
-    piece, suite = pieces[0], SUITES[pieces[0].suite]
-    share = suite.tuning_share if piece.kind == "tune" else 1.0
-    inner_steps = max(2, round(suite.batches * share / piece.rounds))
-    train_images, test_images = images_of(suite.shrink, piece.kind == "tune")
-    task = ImageTask(
-        train=PixelSource(train_images, train_images.pixels),
-        test=PixelSource(test_images, train_images.pixels),
-        model=suite.model,
-        batch_size=suite.batch_size,
-    )
+    piece, workers = pieces[0], SUITES[pieces[0].suite].workers
+    rounds, inner_steps = shape_of(piece)
     begun = time.process_time()
-    seeds = [p.seed for p in pieces]
-    stack = Stack(task, seeds, suite.workers, piece.rounds * inner_steps)
-    rates = torch.tensor([s["rate"] for s in settings])
-    if piece.method == "slowcal_sgd":
-        rates *= 2 / (piece.rounds * inner_steps)
+    stack = Stack(task_of(piece), [p.seed for p in pieces], workers, rounds * inner_steps)
+    rates = torch.tensor([rate_of(p, s) for p, s in zip(pieces, settings, strict=True)])
     others = {k: v for k, v in settings[0].items() if k != "rate"}
-    ends = RULES[piece.method](
-        stack, rates.repeat_interleave(suite.workers)[:, None], piece.rounds, inner_steps, **others
-    )
+    rates = rates.repeat_interleave(workers)[:, None]
+    ends = RULES[piece.method](stack, rates, rounds, inner_steps, **others)
     seconds = round((time.process_time() - begun) / len(pieces), 1)
     return [
         {"accuracy": accuracy, "inner_steps": inner_steps, "cpu_s": seconds}

@@ -1,4 +1,4 @@
-"""Many replicas of the two-layer network at once: the local methods without the simulator's costs.
+"""Many replicas of the two-layer network at once, without the simulator's costs.
 
 A batch of four images keeps no core busy: most of a step's time goes into calling torch. Here the
 replicas of all workers, and of several runs, are one stack of tensors [n, ...], and a step of all
@@ -162,6 +162,29 @@ def slowcal_sgd(stack: Stack, rates: Tensor, rounds: int, inner_steps: int) -> T
     return x
 
 
+def minibatch_sgd(stack: Stack, rates: Tensor, rounds: int, inner_steps: int) -> Tensor:
+    """One step a round."""
+    x = stack.start.clone()
+    for _ in range(rounds):
+        x = x - rates * stack.average(stack.gradients([x], inner_steps)[0])
+    return x
+
+
+def minibatch_asgd(stack: Stack, rates: Tensor, rounds: int, inner_steps: int) -> Tensor:
+    """One step of Nesterov momentum 0.9 a round."""
+    x, velocity = stack.start.clone(), torch.zeros_like(stack.start)
+    for _ in range(rounds):
+        gradient = stack.average(stack.gradients([x], inner_steps)[0])
+        velocity = 0.9 * velocity + gradient
+        x = x - rates * (gradient + 0.9 * velocity)
+    return x
+
+
+def data_parallel(stack: Stack, rates: Tensor, rounds: int, inner_steps: int) -> Tensor:
+    """Plain steps, each along everybody's mean gradient."""
+    return minibatch_sgd(stack, rates, rounds * inner_steps, 1)
+
+
 def local_mixvr(
     stack: Stack,
     rates: Tensor,
@@ -204,6 +227,9 @@ def local_mixvr_average(
 
 # By the name of the method, or of a variant of it.
 RULES = {
+    "data_parallel": data_parallel,
+    "minibatch_sgd": minibatch_sgd,
+    "minibatch_asgd": minibatch_asgd,
     "local_sgd": local_sgd,
     "local_momentum": local_momentum,
     "slowcal_sgd": slowcal_sgd,
