@@ -15,6 +15,7 @@ import typer
 from gossamer.commands import (
     certs,
     compare,
+    goodput,
     inspect,
     launch,
     model,
@@ -56,6 +57,7 @@ app.command()(train.train)
 app.command()(compare.compare)
 app.add_typer(plan, name="plan")
 plan.command("time")(compare.plan_time)
+plan.command("goodput")(goodput.plan_goodput)
 plan.command("rounds")(rounds.plan_rounds)
 app.command()(model.sample)
 app.command()(model.sensitivity)

@@ -291,7 +291,9 @@ class _Learner:
                 if pull is not None:
                     part = self.fragments[pull.note[0]]
                     p = part.index
-                    delta = gather(state.anchor, part.slices) - gather(self.host, part.slices)
+                    delta = gather(state.anchor, part.slices)
+                    if not delta.is_meta:
+                        delta -= gather(self.host, part.slices)
                     check_finite(ctx, delta, "outer gradient")
                     counters = (state.versions[p], state.steps[p], state.tokens[p])
                     note = tuple(int(counter) for counter in counters)
@@ -303,9 +305,9 @@ class _Learner:
     def _receive(self) -> None:
         """Take the updates that have come and are due, at the end of a step."""
         ctx, state, parameters = self.ctx, self.state, self.ctx.replica.parameters
-        for part in self.fragments:
+        for part, pulled in zip(self.fragments, state.pulled.tolist(), strict=True):
             p = part.index
-            if self._is_early(p):
+            if self._is_early(p, pulled):
                 continue
             update = ctx.poll(ctx.syncers[p % len(ctx.syncers)], "update", p)
             if update is None:
@@ -327,12 +329,12 @@ class _Learner:
             state.versions[p] = version
             state.steps[p] = state.tokens[p] = 0
 
-    def _is_early(self, p: int) -> bool:
+    def _is_early(self, p: int, pulled: int) -> bool:
         """Whether fragment p's update is to be applied later: tau steps after it was read."""
-        method, state = self.method, self.state
+        method, step = self.method, self.state.step
         if method._in_step(self.ctx):
-            return self.schedule.steps_since(p, state.step) < method.due_steps
-        return int(state.pulled[p]) >= 0 and state.step < int(state.pulled[p]) + method.due_steps
+            return self.schedule.steps_since(p, step) < method.due_steps
+        return pulled >= 0 and step < pulled + method.due_steps
 
     async def _await_due(self) -> None:
         """Wait, within the deadline, for the update of what was due tau steps ago."""

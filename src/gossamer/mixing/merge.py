@@ -96,6 +96,8 @@ def merge_fragment(
             orthogonal); the others by `radial_directional_average`.
     """
     merged = torch.empty_like(vectors[0])
+    if merged.is_meta:
+        return merged
     for piece, direct in zip(tensors, is_direct, strict=True):
         rule = weighted_average if direct else radial_directional_average
         merged[piece] = rule([vector[piece] for vector in vectors], weights)

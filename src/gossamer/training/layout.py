@@ -156,11 +156,15 @@ def merge(slices: Iterable[slice]) -> tuple[slice, ...]:
 
 def gather(flat: Tensor, slices: Sequence[slice]) -> Tensor:
     """The selected elements of `flat`, contiguous, in a tensor of their own."""
+    if flat.is_meta:  # nothing to copy, and torch works out shapes at length
+        return flat.new_empty(sum(s.stop - s.start for s in slices))
     return torch.cat([flat[s] for s in slices]) if slices else flat.new_empty(0)
 
 
 def scatter(flat: Tensor, slices: Sequence[slice], values: Tensor) -> None:
     """Write `values`, as `gather` gave them, back to their places in `flat`."""
+    if flat.is_meta:
+        return
     start = 0
     for piece in slices:
         stop = start + piece.stop - piece.start
