@@ -14,7 +14,14 @@ from safetensors import SafetensorError
 
 from gossamer.errors import CheckpointError, ConfigError, Interrupted, RunFailed
 from gossamer.measure.settings import Measure
-from gossamer.methods import DataParallel, DiLoCo, FactoredGossip, LocalSGD, Method
+from gossamer.methods import (
+    DataParallel,
+    DiLoCo,
+    FactoredGossip,
+    GASLoC,
+    LocalSGD,
+    Method,
+)
 from gossamer.sim import checkpoint
 from gossamer.sim.compute import Timing
 from gossamer.sim.faults import CrashAt, Faults, Hang, Outage
@@ -31,6 +38,7 @@ METHODS: list[Method] = [
     FactoredGossip(inner_steps=3, mix1="global", mix2="pair"),
     FactoredGossip(inner_steps=3, mix1="pair", mix2="pair", js_threshold=0.01),
     FactoredGossip(inner_steps=3, mix1="pair", mix2="none", mix_momentum=True),
+    GASLoC(inner_steps=9, topology="random_ring", form="B", local_steps="by_time"),
 ]
 # Jitter and unequal links spread the workers' boundaries, so that transfers of both sides of a
 # boundary share the links.

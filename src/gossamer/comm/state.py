@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any, TypeVar
 
@@ -19,9 +20,10 @@ def state_tensors(state: MethodState) -> dict[str, Tensor]:
 
 
 def state_scalars(state: MethodState) -> dict[str, Any]:
-    """The fields that are plain values."""
+    """The fields that are plain values; copies, as the worker goes on before they are written."""
     fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
-    return {name: value for name, value in fields.items() if not isinstance(value, Tensor)}
+    plain = {name: value for name, value in fields.items() if not isinstance(value, Tensor)}
+    return copy.deepcopy(plain)
 
 
 def with_tensors(kind: type[S], tensors: dict[str, Tensor], scalars: dict[str, Any]) -> S:
