@@ -396,12 +396,11 @@ TopologySetting = Annotated[SerializeAsAny[Topology], BeforeValidator(parse_topo
 """The type of a `Settings` field that takes a topology by its name or as a table."""
 
 
-def topology_field(default: str, **more: Any) -> Any:
+def topology_field(default: str) -> Any:
     """A method's field of type `TopologySetting`."""
     return Field(
         default_factory=functools.partial(parse_topology, default),
         description=f"who mixes with whom: {', '.join(TOPOLOGIES)}",
-        **more,
     )
 
 
