@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from gossamer.config import build_recipe, dump_recipe, prepare
+from gossamer.deployment import _about_task, job_of
 from gossamer.errors import ConfigError
 from gossamer.methods import DiLoCo, LocalSGD
 from gossamer.seeding import torch_stream
@@ -442,6 +443,11 @@ def test_folders_are_looked_for_beside_the_recipe_and_known_by_their_content(
     assert read.task.data == str(folder)
     assert [path.name for path in read.task.files()["data"]] == [path.name for path in files]
     assert recipe().task.files() == {}
+    known = job_of(read).about_task["data"]
+    assert known.startswith("sha256:") and str(tmp_path) not in known
+    (folder / files[1].name).write_bytes(files[3].read_bytes())
+    assert job_of(recipe()).about_task["data"] == "digits"
+    assert _about_task(read)["data"] != known
 
 
 @pytest.mark.parametrize(

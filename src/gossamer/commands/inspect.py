@@ -67,6 +67,7 @@ def doctor(json: JsonOption = False) -> None:
     facts = _facts()
     checks = {
         "shipped text": _checked(_check_data),
+        "shipped images": _checked(_check_images),
         "write permission": _checked(_check_writing),
         "disk space": _checked(_check_disk),
         "self-test": _checked(_check_simulation),
@@ -104,6 +105,7 @@ def _facts() -> dict[str, Any]:
         "torch threads": torch.get_num_threads(),
         "memory": _memory(),
         "matplotlib (pictures)": _version_of("matplotlib"),
+        "Fashion-MNIST": _fashion_mnist(),
     }
 
 
@@ -140,6 +142,19 @@ def _check_data() -> str:
     if digest != SHAKESPEARE_SHA256:
         raise OSError(f"the shipped text is damaged (sha256 {digest[:12]}...); install again")
     return f"{len(content)} bytes, checksum right"
+
+
+def _check_images() -> str:
+    from gossamer.training.image_files import find_images
+
+    train, test = find_images("digits").load()
+    return f"digits: {len(train.labels)} to train on, {len(test.labels)} held out"
+
+
+def _fashion_mnist() -> str:
+    from gossamer.training.image_files import FASHION_MNIST_DIR
+
+    return str(FASHION_MNIST_DIR) if FASHION_MNIST_DIR.is_dir() else "not installed (make data)"
 
 
 def _check_writing() -> str:
