@@ -37,6 +37,8 @@ from gossamer.sim.compute import Timing
 from gossamer.sim.network import Network
 from gossamer.sim.simulate import simulate
 from gossamer.testing.namespaces import HUB_ADDRESS, Hosts, missing, shaped_hosts
+from gossamer.training.engine import Engine
+from gossamer.training.problems import TinyMLP
 from gossamer.training.settings import Training
 
 WORKERS = 4
@@ -167,7 +169,7 @@ def utilisation(arguments: argparse.Namespace) -> dict[str, Any]:
     allreduce_s = 2 * (WORKERS - 1) / WORKERS * arguments.parameters * 32 / (arguments.mbit * 1e6)
     step_s = allreduce_s / RATIO / arguments.inner_steps
     rows = {}
-    for method in ("diloco", "GlobalM1", "GlobalM1LocalM2"):
+    for method in arguments.method or ["diloco", "GlobalM1", "GlobalM1LocalM2"]:
         options = {
             "method": method, "workers": WORKERS, "rounds": arguments.rounds,
             "inner_steps": arguments.inner_steps, "parameters": arguments.parameters,
@@ -187,19 +189,87 @@ def utilisation(arguments: argparse.Namespace) -> dict[str, Any]:
     return rows
 
 
-async def exchange_end(options: dict[str, Any]) -> None:
-    """One side of a pair that exchanges a payload, again and again."""
+async def overlap_end(options: dict[str, Any]) -> None:
+    """Worker 0 trains, alone and while a vector is mixed, in turns; worker 1 only mixes."""
     me, peer = options["worker"], 1 - options["worker"]
+    transport = await connected(options, peer)
+    payload = torch.randn(options["parameters"])
+    task = TinyMLP(num_inputs=256, num_hidden=1024, batch_size=256)
+    training = Training(workers=1, rounds=1, optimizer="adamw", learning_rate=1e-3)
+    engine = Engine(task, training, seed=0, total_steps=10**6, real=True)
+    _, (replica,) = engine.new_replicas(1)
+    loop = asyncio.get_running_loop()
+
+    async def steps() -> float:
+        started = time.perf_counter()
+        await loop.run_in_executor(None, engine.train, replica, options["steps"])
+        return time.perf_counter() - started
+
+    async def mix(index: int) -> None:
+        tag = Tag("mix1", 0, step=index)
+        sending = transport.send(peer, tag, payload)
+        await transport.recv(peer, tag, 60.0)
+        await sending.delivered()
+
+    for index in range(options["rounds"]):
+        alone_s = await steps() if me == 0 else 0.0
+        mixing = loop.create_task(mix(index))
+        beside_s = await steps() if me == 0 else 0.0
+        still_mixing = not mixing.done()
+        await mixing
+        tell("pair", {"alone_s": alone_s, "beside_s": beside_s, "covered": still_mixing})
+    await transport.close(2.0)
+
+
+def overlap(arguments: argparse.Namespace) -> dict[str, Any]:
+    options = {"parameters": arguments.parameters, "rounds": 15, "steps": arguments.steps}
+    with shaped_hosts(2, mbit=arguments.mbit, mtu=arguments.mtu) as hosts:
+        outputs = pair_of_ends(hosts, "overlap-end", options)
+    pairs = [json.loads(line) for line in outputs[0].splitlines()][1:]  # the first one warms up
+    ratios = sorted(pair["beside_s"] / pair["alone_s"] for pair in pairs)
+    covered = sum(pair["covered"] for pair in pairs)
+    median = ratios[len(ratios) // 2]
+    print(f"{arguments.steps} inner steps beside Mix1 take {median:.3f} times as long as alone "
+          f"(median of {len(ratios)} pairs, {ratios[0]:.3f} to {ratios[-1]:.3f}; the line was busy "
+          f"to their end in {covered})")  # fmt: skip
+    return {"median": median, "ratios": ratios, "covered": covered}
+
+
+async def connected(options: dict[str, Any], peer: int) -> GrpcTransport:
+    """A transport that has met its peer."""
     transport = GrpcTransport(
-        me, "0" * 32, listen=f"{options['address']}:{PORT}", delay_s=options["delay_s"],
-        credentials=Credentials.load(options["certs"], worker_name(me)),
+        options["worker"], "0" * 32, listen=f"{options['address']}:{PORT}",
+        delay_s=options["delay_s"],
+        credentials=Credentials.load(options["certs"], worker_name(options["worker"])),
     )  # fmt: skip
     await transport.start()
     transport.set_peer(peer, f"{options['peer']}:{PORT}")
-    payload = torch.randn(options["parameters"])
     hello = Tag("hello", 0)
     transport.send(peer, hello, torch.zeros(1), exact=True)
     await transport.recv(peer, hello, 30.0)
+    return transport
+
+
+def pair_of_ends(hosts: Hosts, role: str, options: dict[str, Any]) -> list[bytes]:
+    """Run `role` on two hosts that know of each other; what they print."""
+    with tempfile.TemporaryDirectory() as folder:
+        certs = Path(folder) / "certs"
+        issue(certs, 2, hosts=[hosts.address(0), hosts.address(1)])
+        ends = [
+            start(role, hosts.inside(w), {
+                "delay_s": 0.0, **options, "worker": w, "address": hosts.address(w),
+                "peer": hosts.address(1 - w), "certs": str(certs),
+            })
+            for w in range(2)
+        ]  # fmt: skip
+        return [process.communicate()[0] for process in ends]
+
+
+async def exchange_end(options: dict[str, Any]) -> None:
+    """One side of a pair that exchanges a payload, again and again."""
+    peer = 1 - options["worker"]
+    transport = await connected(options, peer)
+    payload = torch.randn(options["parameters"])
     for index in range(options["rounds"]):
         started = time.perf_counter()
         tag = Tag("mix2", 0, step=index)
@@ -212,21 +282,9 @@ async def exchange_end(options: dict[str, Any]) -> None:
 
 def exchange(arguments: argparse.Namespace) -> dict[str, Any]:
     ideal = arguments.parameters * 32 / (arguments.mbit * 1e6)
-    with (
-        shaped_hosts(2, mbit=arguments.mbit, mtu=arguments.mtu) as hosts,
-        tempfile.TemporaryDirectory() as folder,
-    ):
-        certs = Path(folder) / "certs"
-        issue(certs, 2, hosts=[hosts.address(0), hosts.address(1)])
-        ends = [
-            start("exchange-end", hosts.inside(w), {
-                "worker": w, "address": hosts.address(w), "peer": hosts.address(1 - w),
-                "certs": str(certs), "parameters": arguments.parameters, "rounds": 3,
-                "delay_s": arguments.delay,
-            })
-            for w in range(2)
-        ]  # fmt: skip
-        outputs = [process.communicate()[0] for process in ends]
+    options = {"parameters": arguments.parameters, "rounds": 5, "delay_s": arguments.delay}
+    with shaped_hosts(2, mbit=arguments.mbit, mtu=arguments.mtu) as hosts:
+        outputs = pair_of_ends(hosts, "exchange-end", options)
     seconds = [json.loads(line)["seconds"] for out in outputs for line in out.splitlines()]
     median = sorted(seconds)[len(seconds) // 2]
     share = ideal / median
@@ -253,11 +311,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what")
     parser.add_argument("--options", help=argparse.SUPPRESS)
-    parser.add_argument("--parameters", type=int, default=4_000_000)
+    parser.add_argument("--parameters", type=int, default=16_000_000)
     parser.add_argument("--mbit", type=float, default=100)
     parser.add_argument("--mtu", type=int, default=9000, help="bytes of the largest packet")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--inner-steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--inner-steps", type=int, default=2)
+    parser.add_argument("--method", action="append", help="of `utilisation`; again for more")
+    parser.add_argument("--steps", type=int, default=100, help="of a piece of `overlap`")
     parser.add_argument("--delay", type=float, default=0.0, help="one way, seconds")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -268,11 +328,16 @@ def main() -> None:
         asyncio.run(coordinator_main(options))
     elif arguments.what == "exchange-end":
         asyncio.run(exchange_end(options))
+    elif arguments.what == "overlap-end":
+        torch.set_num_threads(1)
+        asyncio.run(overlap_end(options))
     else:
         reason = missing()
         if reason is not None:
             sys.exit(f"skipped: {reason}")
-        programs = {"utilisation": utilisation, "exchange": exchange, "cut": cut}
+        programs = {
+            "utilisation": utilisation, "exchange": exchange, "overlap": overlap, "cut": cut,
+        }  # fmt: skip
         result = programs[arguments.what](arguments)
         if arguments.json:
             print(json.dumps(result))
