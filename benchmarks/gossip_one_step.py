@@ -27,10 +27,12 @@ import torch
 from gossamer.measure.settings import Measure
 from gossamer.methods import build_method
 from gossamer.sim.simulate import simulate
+from gossamer.training.llama import LlamaShape
 from gossamer.training.settings import Training
 from gossamer.training.text import TextTask
 
-STEPS = 200
+STEPS = 400
+MODEL = LlamaShape(dim=64, num_layers=1, num_heads=1, num_kv_heads=1, ffn_dim=128, max_length=512)
 STEPS_IN_A_ROUND = 10  # of methods whose rounds are for reporting only
 TUNING_SEED = 100
 SEEDS = (0, 1, 2)
@@ -77,7 +79,7 @@ def one_run(
     began = time.process_time()
     result = simulate(
         method=build_method(method, {"inner_steps": in_a_round, **given}),
-        task=TextTask(model="llama-nano", batch_size=4, sequence_length=64),
+        task=TextTask(model=MODEL, batch_size=4, sequence_length=64),
         workers=workers,
         rounds=STEPS // in_a_round,
         training=Training(learning_rate=rate, warmup_steps=STEPS // 10),

@@ -206,6 +206,12 @@ def test_graphs_that_do_not_fit_the_run_are_refused(topology: Topology, message:
         topology.validate_for(4)
 
 
+def test_a_topology_reads_as_a_recipe_says_it() -> None:
+    assert str(parse_topology("ring")) == "ring"
+    world = parse_topology({"name": "small_world", "degree": 4, "rewiring": 0.5})
+    assert str(world) == "small_world(rewiring=0.5)"
+
+
 def test_a_setting_takes_a_name_or_a_table_and_gives_the_table_back() -> None:
     from gossamer.mixing.topologies import TopologySetting, topology_field
 

@@ -27,15 +27,16 @@ Departures  As in `ad_psgd`: meetings are one stream that all workers derive. Ti
             whose steps take unequal time so have unequal clocks. With AdamW and its like, xt takes
             the change that the optimizer makes to x.
 
-Reduces to  ad_psgd    when eta = 0 and alpha_tilde = 1/2
+Reduces to  ad_psgd    when eta = 0 and alpha_tilde = 1/2; with the paper's constants where any two
+                       may meet, as chi1 = chi2 there
             one worker's plain training loop, when M = 1
 
 Cost        sent per worker and round, on average: H meetings_per_step P values, overlapped
             extra memory: 2 P (x, xt), 2 P during a step, and P for each meeting under way
 
-Fails       a meeting whose exchange fails, or whose peer is gone, is left out by both sides: the
-            mean of x and that of xt stay as they are. A non-finite vector ends the worker that made
-            it.
+Fails       a meeting whose exchange fails, or whose peer is gone or later than the deadline, is
+            left out by both sides: the mean of x and that of xt stay as they are. A non-finite
+            vector ends the worker that made it.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ Reduces to  a2cid2 with eta = 0 and alpha_tilde = 1/2
 Cost        sent per worker and round, on average: H meetings_per_step P values, overlapped
             extra memory: P (x), P for the gradient, and P for each meeting under way
 
-Fails       a meeting whose exchange fails, or whose peer is gone, is left out by both sides. A
-            non-finite vector ends the worker that made it.
+Fails       a meeting whose exchange fails, or whose peer is gone or later than the deadline, is
+            left out by both sides. A non-finite vector ends the worker that made it.
 """
 
 from __future__ import annotations

@@ -41,6 +41,12 @@ class Topology(Settings):
     changes: ClassVar[Literal["never", "in turn", "at random"]] = "never"
     name: str
 
+    def __str__(self) -> str:
+        """Its name, and the parameters that were given: what a recipe says."""
+        given = self.model_dump(exclude_defaults=True, exclude={"name"})
+        told = ", ".join(f"{key}={value}" for key, value in given.items())
+        return f"{self.name}({told})" if told else self.name
+
     def validate_for(self, num_workers: int) -> None:
         """Raise `ConfigError` where the graph cannot be laid over so many workers."""
 
