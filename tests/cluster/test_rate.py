@@ -192,3 +192,26 @@ def test_a_delay_comes_once_each_way() -> None:
     received_s, delivered_s = best_exchange(rate=1e7, delay_s=0.2, num_bytes=100, good=0.24)
     assert received_s <= 0.24
     assert 0.4 <= delivered_s <= received_s + 0.3
+
+
+def test_a_message_that_waits_for_its_turn_is_no_stalled_one() -> None:
+    """Four of 1 s each on one line, with a keepalive of 0.4 s: the last one waits for 3 s."""
+
+    async def scene() -> None:
+        limits = Limits(keepalive=0.4)
+        ends = [
+            GrpcTransport(w, "run", listen="127.0.0.1:0", credentials=None, limits=limits, rate=4e5)
+            for w in range(2)
+        ]
+        addresses = [await end.start() for end in ends]
+        for w, end in enumerate(ends):
+            end.set_peer(1 - w, addresses[1 - w])
+        payloads = [torch.full((100_000,), float(k)) for k in range(4)]
+        for k, payload in enumerate(payloads):
+            ends[0].send(1, Tag("mix", 0, segment=k), payload)
+        for k, payload in enumerate(payloads):
+            assert torch.equal(await ends[1].recv(0, Tag("mix", 0, segment=k), 10.0), payload)
+        for end in ends:
+            await end.close(0.5)
+
+    asyncio.run(scene())

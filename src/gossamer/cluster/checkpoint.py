@@ -102,7 +102,7 @@ class WorkerCheckpoints:
         return document
 
     def load(self, round_index: int, replica: Replica, blank: MethodState) -> MethodState:
-        """Put the replica back as it was, and the method's state.
+        """Put the replica back as it was, and the method's state, whose tensors are `blank`'s.
 
         Checkpoints of later rounds go: the run goes on from this one.
 
@@ -110,28 +110,40 @@ class WorkerCheckpoints:
         """
         document = self._document(round_index)
         path = self._folder(round_index) / "worker.safetensors"
-        tensors = dict(read_tensors(path))
-        own = tensors.get("parameters")
-        if own is None or own.shape != replica.parameters.shape:
-            raise CheckpointError(f"{path} is of another model")
-        replica.parameters.copy_(tensors["parameters"])
-        replica.buffers.copy_(tensors["buffers"])
-        replica.counters.copy_(tensors["counters"])
+        places = {
+            "parameters": replica.parameters,
+            "buffers": replica.buffers,
+            "counters": replica.counters,
+            **{f"state.{name}": tensor for name, tensor in state_tensors(blank).items()},
+        }
+        others: dict[str, Tensor] = {}
+        for name, tensor in read_tensors(path):  # each to its place, as they are as large as it is
+            place = places.pop(name, None)
+            if place is None:
+                others[name] = tensor
+            elif place.shape != tensor.shape or place.dtype != tensor.dtype:
+                raise CheckpointError(f"{path} is of another model")
+            else:
+                place.copy_(tensor)
+        if places:
+            raise CheckpointError(f"{path} has no {', '.join(places)}")
         replica.steps_completed = document["steps_completed"]
         replica.samples_completed = document["samples_completed"]
         replica.learning_rate = document["learning_rate"]
         if replica.optimizer is not None:
-            replica.optimizer.load_state_tensors(_below("moments.", tensors))
+            replica.optimizer.load_state_tensors(_below("moments.", others), copy=False)
         for later in [r for r in self.rounds() if r > round_index]:
             shutil.rmtree(self._folder(later))  # rounds that the run does anew
-        return with_tensors(type(blank), _below("state.", tensors), document["state"])
+        tensors = state_tensors(blank) | _below("state.", others)
+        return with_tensors(type(blank), tensors, document["state"])
 
     def load_moments(self, replica: Replica) -> None:
         """Only the inner moments of the newest checkpoint, for a joiner that keeps its own."""
         rounds = self.rounds()
         if rounds and replica.optimizer is not None:
             path = self._folder(rounds[-1]) / "worker.safetensors"
-            replica.optimizer.load_state_tensors(_below("moments.", dict(read_tensors(path))))
+            moments = {n: t for n, t in read_tensors(path) if n.startswith("moments.")}
+            replica.optimizer.load_state_tensors(_below("moments.", moments), copy=False)
 
 
 def _to_disk(path: Path) -> None:

@@ -79,6 +79,7 @@ class Inbox:
         self._worker, self._limits = worker, limits
         self._entries: dict[Key, Entry] = {}
         self._waiting: dict[Key, asyncio.Future[Entry]] = {}
+        self._waits_since: dict[Key, float] = {}
         self._closed: set[Key] = set()  # given up; membership tests only
         self._withdrawn: dict[Key, bytes] = {}  # ids of messages whose withdrawal came first
         self._lost: set[int] = set()  # workers known to be gone; membership tests only
@@ -317,6 +318,7 @@ class Inbox:
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[Entry] = loop.create_future()
         self._waiting[key] = waiter
+        self._waits_since[key] = loop.time()
         timer: asyncio.TimerHandle | None = None
 
         def expire() -> None:
@@ -341,6 +343,7 @@ class Inbox:
             raise
         finally:
             timer.cancel()
+            del self._waits_since[key]
             if self._waiting.get(key) is waiter:
                 del self._waiting[key]
 
@@ -351,6 +354,25 @@ class Inbox:
             self._closed.add(key)
             if not waiter.done():
                 waiter.set_exception(error)
+
+    @property
+    def awaited(self) -> list[int]:
+        """Workers of whom a message is awaited that has not begun to come."""
+        return sorted({key[0] for key in self._waiting if not self._is_coming(key)})
+
+    def cut_off(self, src: int, since: float) -> None:
+        """Nothing gets through from this worker: who has waited since then is told."""
+        lost = LinkFailed(f"the link to worker {src} lets nothing through")
+        for key in [k for k in self._waiting if k[0] == src and not self._is_coming(k)]:
+            if self._waits_since[key] <= since:
+                self._closed.add(key)
+                waiter = self._waiting.pop(key)
+                if not waiter.done():
+                    waiter.set_exception(lost)
+
+    def _is_coming(self, key: Key) -> bool:
+        entry = self._entries.get(key)
+        return entry is not None and entry.in_flight
 
     def begin_round(self, round_index: int) -> None:
         """See `Transport.begin_round`."""

@@ -31,6 +31,7 @@ from gossamer.errors import CommError, LinkFailed, PayloadCorrupt, PeerLost
 SERVICE = "gossamer.Transport"
 MESSAGE, WITHDRAW = "Message", "Withdraw"
 TAKEN, WITHDRAWN = b"T", b"W"  # what a withdrawal is answered with
+WAITS = b""  # in a chunk's place: the sender lives, and sends others before
 
 _FIRST_CHUNK_BYTES, _LEAST_CHUNK_BYTES = 1 << 14, 1 << 12
 _QUICK_S, _SLOW_S = 0.02, 0.25  # a write that takes less or more changes the size of the next
@@ -336,7 +337,7 @@ class Sending:
         try:
             await self._put(call, pack_header(header))
             if not self._control:
-                await turn.take()
+                await turn.take(self._sender.keepalive_s / 4, lambda: self._put(call, WAITS))
             if not header.retry:  # beginning before the receiver answers saves a round trip
                 place = raw.numel() if self._control else min(self._borrow(), raw.numel())
                 checksum = await self._put_chunks(call, raw, 0, place, checksum)

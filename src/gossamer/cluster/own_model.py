@@ -234,11 +234,11 @@ class OwnOptimizer:
             if isinstance(value, Tensor)
         }
 
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take over moments and counters, by copy; an empty dict starts afresh."""
+    def load_state_tensors(self, tensors: dict[str, Tensor], *, copy: bool = True) -> None:
+        """See `KeepsMoments.load_state_tensors`."""
         state: dict[int, dict[str, Tensor]] = {}
         for name, value in tensors.items():
             index, _, key = name.partition(".")
-            state.setdefault(int(index), {})[key] = value.clone()
+            state.setdefault(int(index), {})[key] = value.clone() if copy else value
         whole = self._optimizer.state_dict()
         self._optimizer.load_state_dict({**whole, "state": state})

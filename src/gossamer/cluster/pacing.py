@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 _CONTINUES_S = 0.1
 """A sender that comes back within this time was busy or woken late: the line did not rest."""
@@ -72,9 +72,17 @@ class Turn:
     def __init__(self, lock: asyncio.Lock) -> None:
         self._lock, self._state = lock, "wanted"
 
-    async def take(self) -> None:
-        """Wait for it."""
-        await self._lock.acquire()
+    async def take(self, period_s: float, meanwhile: Callable[[], Awaitable[None]]) -> None:
+        """Wait for it, and call `meanwhile` after each period."""
+        acquiring = asyncio.ensure_future(self._lock.acquire())
+        try:
+            while not (await asyncio.wait([acquiring], timeout=period_s))[0]:
+                await meanwhile()
+        except BaseException:
+            if acquiring.done():
+                self._lock.release()
+            acquiring.cancel()
+            raise
         if self._state == "ended":
             self._lock.release()
         else:

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 from grpc import aio
+from numpy.typing import NDArray
+from torch import Tensor
 
 from gossamer.cluster.certs import worker_name
 from gossamer.cluster.inbox import Entry, Inbox, refusal_of
 from gossamer.cluster.limits import Limits
-from gossamer.cluster.outbox import RPC_ERRORS, TAKEN, WITHDRAWN, Traffic, error_of
+from gossamer.cluster.outbox import RPC_ERRORS, TAKEN, WAITS, WITHDRAWN, Traffic, error_of
 from gossamer.cluster.pacing import Line, Watchdog
 from gossamer.cluster.wire import (
     CHUNK_BYTES_MAX,
@@ -187,25 +189,33 @@ class Receiver:
         memory = raw.numpy()
         loop = asyncio.get_running_loop()
         told_at = float("-inf")
-        while (start := entry.received) < entry.num_bytes:
+        while entry.received < entry.num_bytes:
             chunk = await context.read()
             if not isinstance(chunk, bytes):
-                raise Refused(Reason.TRUNCATED, f"{start} of {entry.num_bytes} bytes")
-            end = start + len(chunk)
-            if not 0 < len(chunk) <= CHUNK_BYTES_MAX or end > entry.num_bytes:
-                raise Refused(Reason.SIZE, f"a chunk of {len(chunk)} bytes at {start}")
-            memory[start:end] = np.frombuffer(chunk, np.uint8)
-            if not entry.exact and not is_finite_chunk(raw, start, end, entry.dtype):
-                raise Refused(Reason.NOT_FINITE, "the payload holds NaN or infinity")
-            entry.checksum = zlib.crc32(chunk, entry.checksum)
-            entry.received = end
-            self._traffic.bytes_received += len(chunk)
-            if (wait_s := self._line.receive(len(chunk), loop.time()) - loop.time()) > 0:
-                await asyncio.sleep(wait_s)
+                raise Refused(Reason.TRUNCATED, f"{entry.received} of {entry.num_bytes} bytes")
+            if chunk != WAITS:
+                await self._put(entry, raw, memory, chunk)
             dog.feed()
             if loop.time() - told_at >= _PROGRESS_S:
                 told_at = loop.time()
-                await self._reply(context, Reply("progress", end))
+                await self._reply(context, Reply("progress", entry.received))
+
+    async def _put(
+        self, entry: Entry, raw: Tensor, memory: NDArray[np.uint8], chunk: bytes
+    ) -> None:
+        """One chunk to its place, checked."""
+        start, end = entry.received, entry.received + len(chunk)
+        if len(chunk) > CHUNK_BYTES_MAX or end > entry.num_bytes:
+            raise Refused(Reason.SIZE, f"a chunk of {len(chunk)} bytes at {start}")
+        memory[start:end] = np.frombuffer(chunk, np.uint8)
+        if not entry.exact and not is_finite_chunk(raw, start, end, entry.dtype):
+            raise Refused(Reason.NOT_FINITE, "the payload holds NaN or infinity")
+        entry.checksum = zlib.crc32(chunk, entry.checksum)
+        entry.received = end
+        self._traffic.bytes_received += len(chunk)
+        loop = asyncio.get_running_loop()
+        if (wait_s := self._line.receive(len(chunk), loop.time()) - loop.time()) > 0:
+            await asyncio.sleep(wait_s)
 
     # ------------------------------------------------------------------------------------- answers
 

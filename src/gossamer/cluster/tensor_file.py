@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -48,6 +50,41 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
             file.write(raw_bytes(tensor.cpu()).numpy().data)
         file.flush()
         os.fsync(file.fileno())
+
+
+class Aside:
+    """Tensors put aside on disk, in a file without a name, which ends with this object.
+
+    Args:
+        folder: where; made where it is missing.
+        tensors: written at once, one after the other.
+
+    Raises `OSError` where the disk is full or may not be written to.
+    """
+
+    def __init__(self, folder: Path, tensors: Sequence[Tensor]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._handle, name = tempfile.mkstemp(prefix=".aside-", dir=folder)
+        weakref.finalize(self, os.close, self._handle)
+        Path(name).unlink()
+        self._about = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+        self._places: list[int] = []
+        with open(self._handle, "wb", closefd=False) as file:
+            for tensor in tensors:
+                self._places.append(file.tell())
+                file.write(raw_bytes(tensor.cpu()).numpy().data)
+
+    def read(self, index: int) -> Tensor:
+        """One of them, in memory of its own. Raises `OSError`."""
+        shape, dtype = self._about[index]
+        tensor = torch.empty(shape, dtype=dtype)
+        memory, place = raw_bytes(tensor).numpy().data, self._places[index]
+        while memory:
+            count = os.preadv(self._handle, [memory], place)
+            if count == 0:
+                raise OSError("what was put aside on disk is not there any more")
+            memory, place = memory[count:], place + count
+        return tensor
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:

@@ -91,6 +91,7 @@ class GrpcTransport:
             self._limits.keepalive, delay_s, self._up, self.traffic, self._keep_until_done
         )
         self._server: aio.Server | None = None
+        self._lookout: asyncio.Task[None] | None = None
         self._closed = False
 
     # ------------------------------------------------------------------------------ start and end
@@ -131,6 +132,7 @@ class GrpcTransport:
             )
         await server.start()
         self._server = server
+        self._lookout = asyncio.get_running_loop().create_task(self._look_out())
         shown = f"[{self._host}]" if ":" in self._host else self._host
         return f"{shown}:{port}"
 
@@ -144,6 +146,9 @@ class GrpcTransport:
             sending.abandon(LinkFailed(f"worker {self.worker} is shutting down"))
         await self.settled()
         self._inbox.close()
+        if self._lookout is not None:
+            self._lookout.cancel()
+            await asyncio.wait([self._lookout])
         if self._background:
             await asyncio.wait(list(self._background), timeout=_SERVER_STOP_S)
         for task in list(self._background):
@@ -152,6 +157,26 @@ class GrpcTransport:
             await peer.close()
         if self._server is not None:
             await self._server.stop(_SERVER_STOP_S)
+
+    async def _look_out(self) -> None:
+        """Tell who waits for a worker whom nothing reaches any more, and who sends nothing for it.
+
+        The other end of a broken link hears no failure of a message that never began to come. But
+        its own connection to the sender breaks as well, and does not come back.
+        """
+        loop, keepalive_s = asyncio.get_running_loop(), self._limits.keepalive
+        silent_since: dict[int, float] = {}
+        while True:
+            await asyncio.sleep(keepalive_s / 8)
+            awaited = self._inbox.awaited
+            silent_since = {w: since for w, since in silent_since.items() if w in awaited}
+            for worker in awaited:
+                if self._peer(worker).is_connected():
+                    silent_since.pop(worker, None)
+                    continue
+                since = silent_since.setdefault(worker, loop.time())
+                if loop.time() - since >= keepalive_s / 4:
+                    self._inbox.cut_off(worker, loop.time() - keepalive_s)
 
     async def settled(self) -> None:
         """Wait until all that was sent has arrived or has failed."""
@@ -268,6 +293,13 @@ class _Peer:
                 channel = aio.secure_channel(self.address, self._credentials.for_channel(), options)
             self._channels[control] = channel
         return self._channels[control]
+
+    def is_connected(self) -> bool:
+        """Whether the worker is reached, or its address not known yet; asks for a connection."""
+        channel = self.channel(True)
+        if channel is None:
+            return True
+        return channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
 
     def slots(self, control: bool) -> asyncio.Semaphore:
         """See `Route.slots`."""

@@ -3,7 +3,8 @@
 A message is one stream of frames from the sender:
 
     header      this module's fixed fields, at most 4 KiB, with a checksum of its own
-    chunks      the tensor's memory, each at most 1 MiB, together exactly `num_bytes`
+    chunks      the tensor's memory, each at most 1 MiB, together exactly `num_bytes`; an empty one
+                says that the sender lives and sends other messages before
     trailer     a CRC-32 of all chunks (on this side of TLS, which authenticates the bytes already,
                 it guards against mistakes and memory, and is five times as fast as BLAKE2)
 

@@ -90,6 +90,7 @@ class WorkerProcess:
         self._ctx: ClusterContext | None = None
         self._method: asyncio.Task[None] | None = None
         self._out_of_sync: OutOfSync | None = None
+        self._took_donation = False
         self.stopped = False
 
     # ------------------------------------------------------------------------------ start and end
@@ -162,7 +163,6 @@ class WorkerProcess:
             worker, status.run_id, listen=self._listen, credentials=self._credentials,
             rate=self._rate, delay_s=self._delay_s, limits=self._limits(),
         )  # fmt: skip
-        self._donor = Donor(worker, self.job.moments, self._reassign)
         self._peers = Peers(
             worker, self._transport, lambda lost: self._events("lost", {"worker": lost})
         )
@@ -171,6 +171,9 @@ class WorkerProcess:
             named = str(self._folder).replace("{run}", status.run_id[:8])
             self.root = Path(named) / f"worker-{worker:03d}"
             self._checkpoints = WorkerCheckpoints(self.root)
+        self._donor = Donor(
+            worker, self.job.moments, self._reassign, thread=self._thread, folder=self.root
+        )
 
     def _limits(self) -> Limits:
         """What the others may send: one vector of the model at a time, or what is small anyway."""
@@ -211,6 +214,10 @@ class WorkerProcess:
             self._transport.forsake(self._ctx.is_forsaken, changed)
         self._donor.at_news(view)
         self._changed.set()
+
+    def _newest_view(self) -> View:
+        assert self._view is not None
+        return self._view
 
     async def _watch(self) -> None:
         def position() -> tuple[int, int]:
@@ -317,7 +324,8 @@ class WorkerProcess:
             if entry.start == "over":
                 return None
             if entry.start == "seed":
-                blank = blank if self.progress.began_s is None else self._start_afresh()
+                untouched = self.progress.began_s is None and not self._took_donation
+                blank = blank if untouched else self._start_afresh()
                 if self.job.starts_differ:
                     await share_start(self._ctx, self._log.of_round(0).workers)
                     blank = self.job.method.init(self._replica)
@@ -354,6 +362,7 @@ class WorkerProcess:
     async def _take_donation(self, entry: Entry, blank: MethodState) -> MethodState | None:
         assert self._ctx is not None and entry.donor is not None
         started = time.monotonic()
+        self._took_donation = True  # perhaps in part
         tag = join_tag(entry)
         # The donor may be in the middle of a long round; if it is lost or cannot, there is news.
         work = accept(self._ctx, entry.donor, tag, blank, self.job.moments, patience_s=math.inf)
@@ -435,8 +444,7 @@ class WorkerProcess:
             raise self._out_of_sync
         if self._log.is_gone(self.worker):
             raise OutOfSync(f"worker {self.worker} was given up by the others")
-        assert self._view is not None
-        self._donor.at_boundary(ctx, state, self._view)
+        await self._donor.at_boundary(ctx, state, self._newest_view)
         index = state.rounds_completed
         every = self.job.checkpoint_every
         if self._checkpoints is not None and index and every and index % every == 0:
