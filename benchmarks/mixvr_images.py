@@ -9,8 +9,8 @@ is left. `--share 0/2` and `--share 1/2` divide the work between two processes.
 
 Suites. "mnist": Fashion-MNIST, M = 4, a network of two convolutions, batches of 4, two epochs (7500
 batches per worker). "resnet": the same images halved to 14 x 14, M = 8, resnet8 with batch
-normalisation, batches of 16, one epoch (468 batches per worker); it stands for CIFAR-10 with
-ResNet-18, which two cores do not bear.
+normalisation, batches of 16, half an epoch (234 batches per worker), one seed; it stands for
+CIFAR-10 with ResNet-18, which two cores do not bear.
 
 How. The trainings of "resnet" are the simulator's. Those of "mnist" train all their replicas, seeds
 and tries as one stack (`stacked_images.py`); `check` compares that with the simulator, which is
@@ -76,7 +76,7 @@ class Suite:
 
 SUITES = {
     "mnist": Suite("mnist", "cnn", 4, 4, 7500, (5, 15, 50, 150, 500), (5, 50, 500), 0.1, 3, 1),
-    "resnet": Suite("resnet", "resnet8", 8, 16, 468, (3, 13, 39), (3, 13, 39), 1 / 3, 2, 2),
+    "resnet": Suite("resnet", "resnet8", 8, 16, 234, (3, 13, 39), (3, 39), 1 / 3, 1, 2),
 }
 
 _RATES = (0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.12, 0.15, 0.2, 0.25,
@@ -85,7 +85,7 @@ _RATES = (0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.12, 0.
 # Fifteen tries each, as keyword arguments with the learning rate. Local MixVR's paper has the
 # grid 0.01, 0.05, 0.1 and the same alpha; here 0.05 and 0.1 diverge where 0.95 weighs w, so that
 # its rates are lower there. Where it weighs the old average they are the paper's.
-GRIDS: dict[str, list[dict[str, float]]] = {
+_MNIST: dict[str, list[dict[str, float]]] = {
     "local_mixvr": [
         {"rate": rate, "alpha": alpha}
         for alpha in (0.05, 0.1, 0.25, 0.5, 0.75)
@@ -103,6 +103,24 @@ GRIDS: dict[str, list[dict[str, float]]] = {
         for rate in (0.01, 0.05, 0.1)
     ],
 }
+
+# Five tries each.
+_RESNET: dict[str, list[dict[str, float]]] = {
+    "local_mixvr_average": [
+        {"rate": 0.02, "alpha": 0.05},
+        {"rate": 0.05, "alpha": 0.05},
+        {"rate": 0.1, "alpha": 0.05},
+        {"rate": 0.05, "alpha": 0.25},
+        {"rate": 0.05, "alpha": 0.5},
+    ],
+    "local_sgd": [{"rate": rate} for rate in (0.02, 0.05, 0.1, 0.2, 0.4)],
+    "local_momentum": [{"rate": rate} for rate in (0.002, 0.005, 0.01, 0.02, 0.05)],
+    "minibatch_sgd": [{"rate": rate} for rate in (0.1, 0.2, 0.5, 1.0, 2.0)],
+    "minibatch_asgd": [{"rate": rate} for rate in (0.02, 0.05, 0.1, 0.2, 0.5)],
+    "slowcal_sgd": [{"rate": rate} for rate in (0.02, 0.05, 0.1, 0.2, 0.4)],
+}
+
+GRIDS = {"mnist": _MNIST, "resnet": _RESNET}
 
 
 @dataclass(frozen=True)
@@ -125,16 +143,18 @@ class Piece:
 
 def pieces_of(suite: Suite) -> Iterator[Piece]:
     """All trainings, tuning first, then one seed after the other."""
-    for method, grid in GRIDS.items():
+    for method, grid in GRIDS[suite.name].items():
         for rounds in (0,) if method == CEILING else suite.tuned_rounds:
             for settings in grid:
                 yield Piece(suite.name, "tune", method, rounds, TUNING_SEED, json.dumps(settings))
+    tuned_first = sorted(suite.rounds, key=lambda rounds: rounds not in suite.tuned_rounds)
     for seed in range(suite.seeds):
-        for rounds in suite.rounds:
-            for method in GRIDS:
+        for rounds in tuned_first:
+            for method in GRIDS[suite.name]:
                 if method != CEILING:
                     yield Piece(suite.name, "final", method, rounds, seed)
-        yield Piece(suite.name, "final", CEILING, 0, seed)
+        if CEILING in GRIDS[suite.name]:
+            yield Piece(suite.name, "final", CEILING, 0, seed)
 
 
 @cache
@@ -255,7 +275,7 @@ def best_settings(results: list[dict[str, Any]], piece: Piece) -> dict[str, floa
             SUITES[piece.suite].tuned_rounds, key=lambda r: abs(math.log(r / piece.rounds))
         )
         tried = [r for r in tried if r["rounds"] == nearest]
-    if len(tried) < len(GRIDS[piece.method]):
+    if len(tried) < len(GRIDS[piece.suite][piece.method]):
         return None
     best = max(tried, key=lambda r: -1.0 if r["accuracy"] is None else r["accuracy"])
     chosen: dict[str, float] = json.loads(best["settings"])
@@ -269,7 +289,7 @@ def run(suite: Suite, file: Path, share: str) -> int:
     keys = {tuple(r[k] for k in Piece.__dataclass_fields__) for r in read(file)}
     missing = [
         piece for piece in pieces_of(suite)
-        if list(GRIDS).index(piece.method) % shares == mine
+        if list(GRIDS[suite.name]).index(piece.method) % shares == mine
         and tuple(asdict(piece).values()) not in keys
     ]  # fmt: skip
     while missing:
