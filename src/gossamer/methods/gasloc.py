@@ -216,6 +216,8 @@ class GASLoC(Method):
         neighbours: Sequence[tuple[int, float]],
     ) -> None:
         """Mix `values` with the neighbours in place, and exchange news with them."""
+        present = ctx.refresh_members(round_).members
+        neighbours = [(peer, weight) for peer, weight in neighbours if peer in present]
         news = News(state.news, ctx.num_workers)
         seconds: dict[int, float] = {}
         news.send(ctx, round_, "news", [peer for peer, _ in neighbours])

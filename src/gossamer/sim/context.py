@@ -48,6 +48,7 @@ class SimContext:
         self.skip_boundary = False  # a resumed worker has its boundary behind it
         self.last_progress_ns = world.loop.time_ns()
         self.training = False
+        self.waits = 0  # for peers, under way
         self._loss_sum, self._loss_steps = 0.0, 0
 
     @property
@@ -102,6 +103,7 @@ class SimContext:
 
     async def recv(self, src: int, tag: Tag, *, timeout: float | None = None) -> Tensor:
         wait_s = self.deadline if timeout is None else timeout
+        self.waits += 1
         try:
             payload = await self._world.post.recv(self._worker, src, tag, wait_s)
         except CommError as error:
@@ -110,6 +112,8 @@ class SimContext:
             if tag.kind != "join":
                 self._trace("lost", src, tag, type(error).__name__)
             raise
+        finally:
+            self.waits -= 1
         await self._resume()
         if tag.kind != "join":
             self._trace("recv", src, tag, "")

@@ -196,7 +196,10 @@ class World:
     # -------------------------------------------------------------------------------- membership
 
     def expire_leases(self) -> None:
-        """Give up members that have made no progress within the deadline (a lease by progress)."""
+        """Give up members that have made no progress within the deadline (a lease by progress).
+
+        Waiting for a peer has a deadline of its own, so who waits has twice as long.
+        """
         now = self.loop.time_ns()
         for worker in self.members.present(self.members.newest_started + 1).workers:
             ctx = self.contexts[worker]
@@ -207,7 +210,7 @@ class World:
                 frozen = self.plan.windows("hang", worker, seen, now + 1)
                 covers_now = bool(frozen) and frozen[-1].end_ns > now
                 seen = max(seen, frozen[-1].start_ns) if covers_now else now
-            if now - seen > to_ns(self.deadline_s):
+            if now - seen > to_ns(self.deadline_s) * (2 if ctx.waits else 1):
                 self.cuts.disturb()
                 self.lives[worker].phase = "expelled"
                 reason = "no progress within the deadline"
