@@ -263,7 +263,8 @@ class SimContext:
 
     def _trace(self, event: str, first: object, tag: object, last: object) -> None:
         text = (
-            f"{tag.kind} {tag.round_index}.{tag.step}.{tag.phase}.{tag.part}.{tag.attempt}.{tag.segment}"
+            f"{tag.kind} {tag.round_index}.{tag.step}.{tag.phase}.{tag.part}.{tag.attempt}"
+            f".{tag.segment}"
             if isinstance(tag, Tag)
             else ""
         )
