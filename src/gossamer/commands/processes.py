@@ -219,9 +219,11 @@ def worker(
     import torch
 
     from gossamer.cluster.certs import certified_worker
+    from gossamer.cluster.process_memory import return_freed_memory
     from gossamer.cluster.worker import WorkerProcess
     from gossamer.deployment import credentials_of, job_of
 
+    return_freed_memory()
     loaded = load_cluster_recipe(recipe, changes or [])
     if not tied:
         refuse_measuring(loaded)

@@ -70,12 +70,13 @@ class InnerOptimizer:
             if isinstance(value, Tensor)
         }
 
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take over moments and counters, by copy; an empty dict starts afresh."""
+    def load_state_tensors(self, tensors: dict[str, Tensor], *, copy: bool = True) -> None:
+        """See `KeepsMoments.load_state_tensors`."""
         self._optimizer.state.clear()
         for name, value in tensors.items():
             index, _, key = name.partition(".")
-            self._optimizer.state[self._slices[int(index)]][key] = value.clone()
+            moment = value.clone() if copy else value
+            self._optimizer.state[self._slices[int(index)]][key] = moment
 
 
 def _build(groups: list[dict[str, object]], training: Training) -> torch.optim.Optimizer:

@@ -19,8 +19,11 @@ class KeepsMoments(Protocol):
     def state_tensors(self) -> dict[str, Tensor]:
         """Its moments and counters by name; not copies."""
 
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take over moments and counters, by copy; an empty dict starts afresh."""
+    def load_state_tensors(self, tensors: dict[str, Tensor], *, copy: bool = True) -> None:
+        """Take over moments and counters; an empty dict starts afresh.
+
+        Without `copy` the tensors are the optimizer's own from now on.
+        """
 
 
 @dataclass(eq=False)
