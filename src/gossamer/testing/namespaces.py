@@ -130,7 +130,18 @@ def _plug_in(hosts: Hosts, hub: str, host: int, mbit: float, mtu: int) -> None:
     _ip("-n", hub, "link", "set", port, "mtu", str(mtu))
     _ip("-n", name, "link", "set", "eth0", "up")
     rate = f"{mbit}mbit"
-    shape = ["rate", rate, "ceil", rate, "burst", "32k", "cburst", "32k", "quantum", str(max(3000, mtu))]
+    shape = [
+        "rate",
+        rate,
+        "ceil",
+        rate,
+        "burst",
+        "32k",
+        "cburst",
+        "32k",
+        "quantum",
+        str(max(3000, mtu)),
+    ]
     for inside, device in ((name, "eth0"), (hub, port)):
         on = ["dev", device]
         _tc(inside, "qdisc", "add", *on, "root", "handle", "1:", "htb", "default", "10")
