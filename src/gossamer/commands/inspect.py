@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from pydantic_core import to_jsonable_python
 
 from gossamer.commands.options import JsonOption, print_json
 from gossamer.errors import GossamerError
@@ -89,7 +90,8 @@ def _describe(kind: Any) -> dict[str, Any]:
     fields = []
     for name, field in kind.model_fields.items():
         default = None if field.is_required() else field.get_default(call_default_factory=True)
-        fields.append({"name": name, "default": default, "meaning": field.description or ""})
+        shown = to_jsonable_python(default)  # some defaults are settings of their own
+        fields.append({"name": name, "default": shown, "meaning": field.description or ""})
     return {"summary": module_doc.strip().split("\n")[0], "hyperparameters": fields}
 
 
