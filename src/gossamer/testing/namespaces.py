@@ -10,6 +10,7 @@ Each host has its own link to a hub, shaped both ways; the hub is a host too (`h
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 
 NETWORK = "10.77.0"
 HUB_ADDRESS = f"{NETWORK}.254"
+
+_numbers = itertools.count()  # of networks of this process, which may have several at a time
 NOBODY = "02:00:00:00:00:00"  # an Ethernet address that no host has
 
 
@@ -97,7 +100,7 @@ def shaped_hosts(num_hosts: int, *, mbit: float, mtu: int = 9000) -> Iterator[Ho
         mtu: bytes of the largest packet. With 9000 headers take 0.7 % of the line, with Ethernet's
             usual 1500 4.5 %; and a slow start after a rest ends sooner.
     """
-    hosts = Hosts(num_hosts, f"g{os.getpid()}")
+    hosts = Hosts(num_hosts, f"g{os.getpid()}n{next(_numbers)}")
     hub = hosts.hub_name
     try:
         _ip("netns", "add", hub)
