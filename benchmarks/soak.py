@@ -3,8 +3,10 @@
     python benchmarks/soak.py --rounds 1000 --kill-every 20 --json
 
 Worker 0 is never killed, the others are in turn, each as soon as the one before is back. Every few
-rounds each worker notes its resident memory, asyncio tasks, threads and file descriptors. The slope
-is that of worker 0 after its warm-up (a fifth of the run), by least squares.
+rounds each worker notes its resident memory, asyncio tasks, threads and file descriptors, and so
+does this program of the coordinator's memory. The slope is that of worker 0 after its warm-up (half
+of the run, in which the C library's pools fill), by least squares; medians are given for each tenth
+of the run, so that one sees where it ends.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import torch
 from gossamer.cluster.coordinator import serve
 from gossamer.cluster.job import Job
 from gossamer.cluster.plan import CoordinatorSettings
+from gossamer.cluster.process_memory import return_freed_memory
 from gossamer.cluster.worker import WorkerProcess
 from gossamer.methods import build_method
 from gossamer.training.problems import TinyMLP
@@ -55,11 +58,16 @@ def make_job(options: argparse.Namespace) -> Job:
     )
 
 
+def rss_kib(process: int | str = "self") -> int:
+    """Resident memory of a process, now."""
+    pages = int(Path(f"/proc/{process}/statm").read_text(encoding="ascii").split()[1])
+    return pages * PAGE_KIB
+
+
 def usage() -> dict[str, int]:
     """Of this process, now."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return {
-        "rss_kib": pages * PAGE_KIB,
+        "rss_kib": rss_kib(),
         "tasks": len(asyncio.all_tasks()),
         "threads": threading.active_count(),
         "files": len(os.listdir("/proc/self/fd")),  # noqa: PTH208
@@ -84,6 +92,7 @@ async def explained(name: str, work: Coroutine[Any, Any, T]) -> T:
 def work(options: argparse.Namespace, worker: int, address: str, pipe: Connection) -> None:
     """A worker's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return_freed_memory()
 
     def tell(kind: str, fields: dict[str, Any]) -> None:
         if kind == "boundary":
@@ -121,7 +130,9 @@ class Soak:
     address: str
     processes: dict[int, multiprocessing.process.BaseProcess] = field(default_factory=dict)
     pipes: dict[int, Connection] = field(default_factory=dict)
+    coordinator: int = 0  # its process id
     samples: dict[int, list[dict[str, int]]] = field(default_factory=dict)
+    coordinator_samples: list[dict[str, int]] = field(default_factory=list)
     ended: dict[int, dict[str, Any]] = field(default_factory=dict)
     newest: int = 0
     kills: int = 0
@@ -171,6 +182,9 @@ class Soak:
             if self._last_at:
                 self.longest_round_s = max(self.longest_round_s, now - self._last_at)
             self._last_at, self.newest = now, fields["round"]
+            if "rss_kib" in fields:
+                sample = {"round": self.newest, "rss_kib": rss_kib(self.coordinator)}
+                self.coordinator_samples.append(sample)
         if "rss_kib" in fields:
             self.samples.setdefault(worker, []).append(fields)
 
@@ -199,9 +213,16 @@ class Soak:
                 next_kill = self.newest + options.kill_every
                 self.kill(victim)
 
+    def _by_tenth(self, samples: list[dict[str, int]]) -> list[int]:
+        """The median of resident memory in each tenth of the run."""
+        tenths: list[list[int]] = [[] for _ in range(10)]
+        for sample in samples:
+            tenths[min(9, 10 * sample["round"] // self.newest)].append(sample["rss_kib"])
+        return [round(statistics.median(tenth)) for tenth in tenths if tenth]
+
     def report(self) -> dict[str, Any]:
         mine = self.samples[0]
-        warm = [s for s in mine if s["round"] >= self.newest / 5]
+        warm = [s for s in mine if s["round"] >= self.newest / 2]
         rounds, rss = [s["round"] for s in warm], [s["rss_kib"] for s in warm]
         slope = statistics.linear_regression(rounds, rss).slope if len(warm) > 1 else float("nan")
         return {
@@ -216,6 +237,8 @@ class Soak:
             "surprises": self.surprises,
             "rss_kib_slope_per_1000_rounds": 1000 * slope,
             "rss_kib_first_last": [rss[0], rss[-1]] if rss else None,
+            "rss_kib_by_tenth": self._by_tenth(mine),
+            "coordinator_rss_kib_by_tenth": self._by_tenth(self.coordinator_samples),
             "workers_newest": {w: s[-1] for w, s in sorted(self.samples.items())},
             "most": {
                 name: {w: max(s[name] for s in seen) for w, seen in sorted(self.samples.items())}
@@ -254,7 +277,7 @@ def main() -> None:
         here, there = FORK.Pipe(duplex=False)
         coordinator = FORK.Process(target=coordinate, args=(options, Path(folder), there))
         coordinator.start()
-        soak = Soak(options, here.recv())
+        soak = Soak(options, here.recv(), coordinator=coordinator.pid or 0)
         try:
             soak.run()
             report = soak.report()

@@ -90,6 +90,12 @@ class Process:
         event: Event = self._until(found, f"{kind} {fields}", timeout_s)
         return event
 
+    def nothing_for(self, kind: str, seconds: float, **fields: Any) -> None:
+        """For so long there is no such event."""
+        with self._changed:
+            came = self._changed.wait_for(lambda: self.find(kind, **fields), seconds)
+        assert not came, (kind, fields)
+
     def wait_until(self, what: str, condition: Callable[[Process], Any]) -> None:
         self._until(lambda: condition(self), what, PATIENCE_S)
 

@@ -6,6 +6,7 @@ Hosts are network namespaces; where there can be none, these tests are skipped w
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +83,29 @@ def test_a_worker_whose_cable_was_out_comes_back(forge: Forge, tmp_path: Path) -
         for round_index in (back_in + 1, back_in + 2):
             digests = {p.wait("boundary", round=round_index)["digest"] for p in [away, *others]}
             assert len(digests) == 1, round_index
+
+
+def test_a_link_that_is_cut_holds_up_an_all_reduce_no_longer_than_it_is(
+    forge: Forge, tmp_path: Path
+) -> None:
+    """Both ends of it learn that nothing gets through, and do not wait for the deadline."""
+    deadline_s, cut_s = 60.0, 6.0
+    options: dict[str, Any] = {
+        "method": "diloco", "hyperparameters": {"inner_steps": INNER_STEPS}, "workers": 3,
+        "rounds": 100_000, "step_time_s": 0.03, "deadline_s": deadline_s, "checkpoint_every": 0,
+    }  # fmt: skip
+    with shaped_hosts(3, mbit=MBIT) as hosts:
+        run = Cluster(forge, tmp_path, hosts, **options)
+        run.start_all()
+        for process in run.workers.values():
+            process.wait("boundary", round=2)
+        hosts.part(0, 1)
+        stands_at = max(p.find("boundary")[-1]["round"] for p in run.workers.values()) + 1
+        for process in run.workers.values():
+            process.nothing_for("boundary", cut_s / 3, round=stands_at + 1)
+        hosts.reunite(0, 1)
+        since_s = time.monotonic()
+        done = [p.wait("boundary", round=stands_at + 2) for p in run.workers.values()]
+        assert max(event["at"] for event in done) - since_s < deadline_s / 3
+        assert len({event["digest"] for event in done}) == 1
+        assert not run.coordinator.find("lost")

@@ -282,10 +282,10 @@ def test_the_flow_accelerates_agreement_on_a_ring() -> None:
 
     left = {}
     for kind in (ADPSGD, A2CiD2):
-        method = kind(inner_steps=60, topology="ring")
+        method = kind(inner_steps=40, topology="ring")
         ends = [
             run(method, task=Kick(40, dtype=torch.float64), workers=16, rounds=1, seed=seed)
-            for seed in range(4)
+            for seed in range(2)
         ]
         left[kind] = sum(float((e.parameters - e.parameters.mean(0)).square().sum()) for e in ends)
-    assert left[A2CiD2] < 0.2 * left[ADPSGD]
+    assert left[A2CiD2] < 0.3 * left[ADPSGD]

@@ -114,12 +114,12 @@ def test_i7_without_momentum_noloco_is_factored_gossip_with_a_lazy_pair_mix(
         inner_steps=3, mix1="pair", mix2="pair", mix1_weight=gamma, matchings="shared",
         outer_learning_rate=0.8, outer_momentum=0,
     )  # fmt: skip
-    one = run(noloco, task=task, training=adamw, workers=workers, rounds=30).parameters
-    other = run(gossip, task=task, training=adamw, workers=workers, rounds=30).parameters
+    one = run(noloco, task=task, training=adamw, workers=workers, rounds=12).parameters
+    other = run(gossip, task=task, training=adamw, workers=workers, rounds=12).parameters
     assert float((one - other).abs().max()) < 2e-14
     assert float(one.std(0).mean()) > 1e-4  # they do not agree by agreeing on everything
     momentum = noloco.model_copy(update={"alpha": 0.5})
-    third = run(momentum, task=task, training=adamw, workers=workers, rounds=30).parameters
+    third = run(momentum, task=task, training=adamw, workers=workers, rounds=12).parameters
     assert float((third - other).abs().max()) > 1e-3
 
 
@@ -213,18 +213,18 @@ class Kick:
 
 
 def growth_per_round(alpha: float, gamma: float) -> float:
-    """Of the mean over 24 seeds of the workers' squared distances, between rounds 5 and 25."""
+    """Of the mean over 16 seeds of the workers' squared distances, between rounds 5 and 20."""
     method = NoLoCo(inner_steps=1, alpha=alpha, gamma=gamma, allow_unstable=True)
-    totals = {5: 0.0, 25: 0.0}
-    for seed in range(24):
+    totals = {5: 0.0, 20: 0.0}
+    for seed in range(16):
         result = simulate(
-            method=method, task=Kick(), workers=8, rounds=25, training=SGD, seed=seed,
+            method=method, task=Kick(), workers=8, rounds=20, training=SGD, seed=seed,
             measure=Measure(every=5),
         )  # fmt: skip
         for event in result.history:
             if event["kind"] == "measure" and event["round"] in totals:
                 totals[event["round"]] += event["consensus_l2"]
-    return float((totals[25] / totals[5]) ** (1 / 20))
+    return float((totals[20] / totals[5]) ** (1 / 15))
 
 
 @pytest.mark.parametrize(("alpha", "gamma"), [(0.5, 0.7), (0.9, 0.7), (0.7, 1.4)])
