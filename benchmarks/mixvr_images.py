@@ -18,7 +18,8 @@ several times slower.
 
 Tuning. Every method has as many tries, on a tenth (mnist) or a third (resnet) of the batches, with
 the same number of rounds, one seed that the results do not use, and 5000 of the training images
-held out. Where that was done for some numbers of rounds only, the others take the nearest one's.
+held out. That is done for three (two) numbers of rounds; a final training takes what was best for
+the one most like it, in rounds (minibatch methods) or in inner steps a round (the others).
 """
 
 from __future__ import annotations
@@ -264,6 +265,24 @@ def read(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line]
 
 
+def nearest_tuned(piece: Piece) -> int:
+    """The tuned number of rounds that is most like a final training.
+
+    For the minibatch methods one with about as many rounds; for those with local steps one whose
+    rounds had about as many inner steps, as it is these that a learning rate must suit.
+    """
+    suite = SUITES[piece.suite]
+    if piece.method.startswith("minibatch"):
+        return min(suite.tuned_rounds, key=lambda r: abs(math.log(r / piece.rounds)))
+    _, wanted = shape_of(piece)
+
+    def unlike(rounds: int) -> float:
+        tuning = Piece(suite.name, "tune", piece.method, rounds, TUNING_SEED)
+        return abs(math.log(shape_of(tuning)[1] / wanted))
+
+    return min(suite.tuned_rounds, key=unlike)
+
+
 def best_settings(results: list[dict[str, Any]], piece: Piece) -> dict[str, float] | None:
     """The best of tuning for the nearest tuned number of rounds; None while it is not complete."""
     tried = [
@@ -271,10 +290,8 @@ def best_settings(results: list[dict[str, Any]], piece: Piece) -> dict[str, floa
         if (r["suite"], r["kind"], r["method"]) == (piece.suite, "tune", piece.method)
     ]  # fmt: skip
     if piece.rounds:
-        nearest = min(
-            SUITES[piece.suite].tuned_rounds, key=lambda r: abs(math.log(r / piece.rounds))
-        )
-        tried = [r for r in tried if r["rounds"] == nearest]
+        tuned = nearest_tuned(piece)
+        tried = [r for r in tried if r["rounds"] == tuned]
     if len(tried) < len(GRIDS[piece.suite][piece.method]):
         return None
     best = max(tried, key=lambda r: -1.0 if r["accuracy"] is None else r["accuracy"])
@@ -349,9 +366,9 @@ def show(file: Path, plot: Path | None) -> None:
         if CEILING in cells:
             print(f"\n{CEILING}, a step a batch: {cell(cells[CEILING][0])}")
         for method in cells:
-            for rounds in (0,) if method == CEILING else suite.tuned_rounds:
+            for rounds in (0,) if method == CEILING else suite.rounds:
                 chosen = best_settings(results, Piece(suite.name, "final", method, rounds, 0))
-                print(f"  tuned {method} R = {rounds}: {chosen}")
+                print(f"  {method} R = {rounds}: {chosen}")
     if plot is not None:
         draw(results, shown, plot)
 
