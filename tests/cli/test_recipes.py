@@ -49,7 +49,7 @@ trainings = st.builds(
     Training,
     workers=st.integers(1, 64),
     rounds=st.integers(1, 1000),
-    learning_rate=positive,
+    learning_rate=st.floats(1e-6, 1.0),
     optimizer=st.sampled_from(["adamw", "sgd"]),
     schedule_steps=st.none() | st.integers(1, 10**6),
 )
