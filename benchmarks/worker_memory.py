@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from gossamer.cluster.coordinator import serve
 from gossamer.cluster.job import Job
 from gossamer.cluster.plan import CoordinatorSettings
+from gossamer.cluster.process_memory import return_freed_memory
 from gossamer.cluster.worker import WorkerProcess
 from gossamer.comm.state import state_tensors
 from gossamer.methods import build_method
@@ -93,7 +94,8 @@ def work(  # noqa: PLR0917 - arguments of a process
     folder: Path,
     pipe: Connection,
 ) -> None:
-    """A worker's process."""
+    """A worker's process, which gives memory back as `gossamer worker` does."""
+    return_freed_memory()
     before = memory_bytes("VmRSS")
     peaks: list[int] = []
 

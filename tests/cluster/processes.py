@@ -237,6 +237,12 @@ class Cluster:
         self.coordinator = process
         return process
 
+    def with_workers(self, workers: int, *, run_id: str | None) -> Cluster:
+        """A new coordinator for the workers' checkpoints of a run, with another number of them."""
+        options = {**self.job_options, "workers": workers}
+        options["coordinator_settings"] = {"run_id": run_id}
+        return Cluster(self._forge, self.folder, self._hosts, **options)
+
     def start(self, worker: int, **options: Any) -> Process:
         """Start a worker process, or start it again."""
         given = {"program": "worker", "worker": worker, "coordinator": self.address}

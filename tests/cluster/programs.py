@@ -44,6 +44,7 @@ from gossamer.cluster.outbox import Sending
 from gossamer.cluster.plan import CoordinatorSettings
 from gossamer.cluster.worker import WorkerProcess
 from gossamer.comm.context import MethodState, Tag
+from gossamer.comm.donation import digest
 from gossamer.errors import GossamerError
 from gossamer.methods import build_method
 from gossamer.testing.agent import enter_namespace
@@ -171,6 +172,8 @@ class TellingProcess(WorkerProcess):
             "round": state.rounds_completed,
             "steps": replica.steps_completed,
             "learning_rate": replica.learning_rate,
+            "moments": None if replica.optimizer is None
+            else digest([t for _, t in sorted(replica.optimizer.state_tensors().items())]),
         })  # fmt: skip
         return super().state_digest(state)
 

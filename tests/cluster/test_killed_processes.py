@@ -15,7 +15,9 @@ import pytest
 import torch
 from processes import Cluster, Process
 
+from gossamer.cluster.checkpoint import WorkerCheckpoints
 from gossamer.cluster.messages import LEAD_ROUNDS
+from gossamer.comm.donation import digest
 from gossamer.sim.simulate import simulate
 
 DEADLINE_S = 5.0
@@ -115,6 +117,48 @@ def test_a_worker_that_is_killed_costs_the_others_next_to_nothing_and_comes_back
         # Rounds that were planned with it cost its partner's exchanges, two mixes in each.
         # two mixes a round, until the news has come; a round may have begun on the way
         assert lost_exchanges(others) <= 2 * (LEAD_ROUNDS + 2)
+
+
+@pytest.mark.parametrize("policy", ["donor", "keep", "reset"])
+def test_a_worker_that_comes_back_has_the_moments_that_were_asked_for(
+    cluster: Start, policy: str
+) -> None:
+    """The donor's, those of its own last checkpoint, or none."""
+    options = {**RUN, "rejoin_moments": policy, "checkpoint_every": 1, "saves": True}
+    run = cluster(**options, method="diloco", workers=2)
+    run.start_all({1: [("training", 3)]})
+    run.workers[1].wait("held")
+    (own,) = run.workers[1].find("position", round=3)
+    run.workers[1].kill()
+    run.start(1)
+    back_in = check_joins(run, 1)
+    mine = run.workers[1].find("position", round=back_in)[0]["moments"]
+    donors = run.workers[0].find("position", round=back_in)[0]["moments"]
+    assert mine == {"donor": donors, "keep": own["moments"], "reset": digest([])}[policy]
+    assert len({donors, own["moments"], digest([])}) == 3
+
+
+def test_a_run_that_was_killed_goes_on_with_fewer_workers(cluster: Start) -> None:
+    """What the third had is left behind; the two agree, and go on where they were."""
+    options = {**RUN, "rounds": 7, "step_time_s": 0.0, "checkpoint_every": 1, "saves": True}
+    run = cluster(**options, method="diloco", workers=3)
+    run.start_all({worker: [("training", 4)] for worker in range(3)})
+    for process in run.workers.values():
+        process.wait("held")
+    saved = run.workers[0].wait("boundary", round=4)["digest"]
+    for process in (*run.workers.values(), run.coordinator):
+        process.kill()
+    run_id = WorkerCheckpoints(run.folder / "worker-000").saved_run_id()
+    (run.folder / "run.sqlite").rename(run.folder / "old.sqlite")
+    for file in run.folder.glob("run.sqlite-*"):
+        file.unlink()
+    fewer = run.with_workers(2, run_id=run_id)
+    fewer.start_all()
+    for process in fewer.workers.values():
+        assert process.wait("boundary", round=4)["digest"] == saved
+    ends = fewer.finish()
+    assert len({end["summary"]["digest"] for end in ends.values()}) == 1
+    assert all(end["summary"]["rounds_completed"] == 7 for end in ends.values())
 
 
 def test_a_worker_that_is_back_at_once_does_not_hold_up_the_rounds_planned_with_it(

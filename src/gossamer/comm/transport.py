@@ -9,7 +9,8 @@ Rules that every transport keeps (`gossamer.testing` has the suite that checks t
   receiver that timed out on a tag, or has begun a later round than the tag's, refuses the message,
   and the sender is told (`LinkFailed`).
 - `cancel` withdraws what the receiver has not yet taken: it will never take it afterwards.
-- A transfer that makes progress is not timed out; one that stalls for the keepalive has failed.
+- A transfer that makes progress is not timed out; one that stalls for the keepalive has failed, and
+  both ends are told within two of them, also where nothing of it got through.
 - A peer known to be gone fails everything to and from it at once (`PeerLost`); what had been
   delivered before can still be taken.
 - A sender's message of a later round or step never overtakes one of an earlier that it has already
