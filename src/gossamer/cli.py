@@ -22,6 +22,7 @@ from gossamer.commands import (
     processes,
     report,
     rounds,
+    topology,
     train,
 )
 from gossamer.errors import ConfigError, GossamerError, Interrupted
@@ -62,6 +63,7 @@ plan.command("rounds")(rounds.plan_rounds)
 app.command()(model.sample)
 app.command()(model.sensitivity)
 app.command()(report.report)
+app.command()(topology.topology)
 app.command()(inspect.methods)
 app.command()(inspect.doctor)
 app.command()(launch.launch)

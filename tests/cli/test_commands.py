@@ -114,7 +114,8 @@ def test_usage_mistakes_are_one_line(
 
 
 def test_every_command_explains_itself_with_examples(gossamer: Gossamer) -> None:
-    commands = ["demo", "train", "compare", "sample", "sensitivity", "report", "methods", "doctor"]
+    commands = ["demo", "train", "compare", "sample", "sensitivity", "report", "topology"]
+    commands += ["methods", "doctor"]
     assert gossamer("--help").code == 0
     for command in ([name] for name in commands):
         outcome = gossamer(*command, "--help")

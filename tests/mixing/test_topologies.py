@@ -161,6 +161,7 @@ def test_random_graphs_are_connected_and_of_their_own_seed() -> None:
     assert ErdosRenyi(probability=0.3, seed=1).edges(0, 0, range(10)) != edges
     assert len(ErdosRenyi(probability=1).edges(0, 0, range(5))) == 10
     small = SmallWorld(degree=4, rewiring=0.3).edges(0, 0, range(20))
+    assert SmallWorld(degree=4, rewiring=0.3, seed=1).edges(0, 0, range(20)) != small
     assert nx.is_connected(graph_of(small, list(range(20)))) and len(small) == 40
     lattice = SmallWorld(degree=4, rewiring=0).edges(0, 0, range(20))
     assert nx.is_isomorphic(nx.Graph(lattice), nx.circulant_graph(20, [1, 2]))

@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
-from gossamer.errors import ConfigError
+from gossamer.errors import ConfigError, nearest
 from gossamer.mixing.matrices import Matrix
 
 Edge = tuple[int, int]
@@ -26,6 +26,15 @@ The first two give a doubly stochastic W at alpha = 1 on every graph, and the sa
 degrees are equal: pair averages on a matching, a third each on a ring, J on the complete graph.
 "laplacian" needs an alpha that fits the graph.
 """
+
+
+def parse_weights(text: str) -> Weights:
+    """A rule of weights by its name. Raises `ConfigError` for another."""
+    for rule in get_args(Weights):
+        if rule == text:
+            known: Weights = rule
+            return known
+    raise ConfigError(f"unknown weights {text!r}; {nearest(text, get_args(Weights))}")
 
 
 @dataclass(frozen=True, slots=True)
