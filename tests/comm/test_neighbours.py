@@ -227,20 +227,6 @@ def test_one_direction_that_fails_ends_the_wait_for_the_other(
     assert freed == seconds
 
 
-def test_how_long_ours_took_does_not_count_the_peers_lateness() -> None:
-    async def work(ctx: Context, round_: Round) -> dict[int, float]:
-        if ctx.worker == 1:
-            await ctx.train(50)  # 5 s
-        seconds: dict[int, float] = {}
-        await exchange(ctx, round_.tag("x"), torch.zeros(1000), [1 - ctx.worker], seconds=seconds)
-        return seconds
-
-    outcome = run_workers(2, work, network=Network(bandwidth="4kB/s", latency="100ms"))
-    for worker in (0, 1):
-        # 1 s for the bytes, there and back again for the acknowledgement
-        assert outcome.results[worker][1 - worker] == pytest.approx(1.2, abs=0.01)
-
-
 def test_writing_to_a_payload_under_way_is_seen_and_after_the_mix_it_is_free() -> None:
     async def careless(ctx: Context, round_: Round) -> None:
         mine = torch.zeros(1000)

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from gossamer.comm.news import NOTHING, News, Row, steps_by_speed, steps_by_time
+from gossamer.comm.context import Context, Round
+from gossamer.comm.news import (
+    LENGTHENING,
+    NOTHING,
+    News,
+    Row,
+    round_aim,
+    rounds_to_rest,
+    steps_by_speed,
+    steps_by_time,
+)
 from gossamer.errors import ConfigError
 from gossamer.measure.settings import Measure
 from gossamer.methods import DSGD, DiLoCo, FactoredGossip, GASLoC, LocalSGD, Method
 from gossamer.mixing.consensus import Form, consensus_rate, optimal_choice
 from gossamer.mixing.topologies import TOPOLOGIES
 from gossamer.sim.simulate import SimulationResult, simulate
+from gossamer.testing import run_workers
 from gossamer.training.layout import ParameterLayout
 from gossamer.training.problems import Quadratic, TinyMLP, Vector
 from gossamer.training.settings import Training
@@ -250,6 +260,10 @@ def test_an_unstable_choice_is_refused_with_its_rate_and_a_stable_one() -> None:
     GASLoC(gamma=0.9, allow_unstable=True).validate_for(layout, 8)
     GASLoC(gamma=0.9).validate_for(layout, 1)
     GASLoC(gamma=0.7).validate_for(layout, 8)
+    for form in FORMS:
+        GASLoC(topology="ring", alpha="auto", gamma="auto", form=form).validate_for(layout, 1)
+    edges = {"name": "edges", "pairs": [[0, 9]]}
+    assert "worker 9 is not in this run" in refused(topology=edges)
     with pytest.raises(ConfigError, match="drift apart"):
         run(GASLoC(gamma=0.9))
 
@@ -295,7 +309,7 @@ def test_cost_is_a_vector_to_each_neighbour_and_the_news(topology: str, degree: 
     sent = result.summary["bytes_by_kind"]
     assert sent == {
         "mix": 8 * result.summary["parameters"] * degree * 6 * 5,
-        "news": 24 * 6 * degree * 6 * 5,
+        "news": 32 * 6 * degree * 6 * 5,
     }
 
 
@@ -312,39 +326,86 @@ def test_without_numerics_it_takes_the_same_time_and_bytes() -> None:
 
 
 def test_steps_by_speed_is_the_ratio_of_speeds_rounded_down() -> None:
-    rows = {0: Row(3, 0.1, 0), 1: Row(3, 0.4, 0), 2: Row(3, 0.15, 0), 3: Row(3, 100.0, 0)}
+    rows = {0: Row(3, 0.1), 1: Row(3, 0.4), 2: Row(3, 0.15), 3: Row(3, 100.0)}
     assert [steps_by_speed(50, w, rows) for w in range(5)] == [50, 12, 33, 1, 50]
     # a ratio that is just below a whole number by rounding
-    assert steps_by_speed(10, 1, {0: Row(0, 0.1, 0), 1: Row(0, 0.1 * 3, 0)}) == 3
-    assert steps_by_speed(30, 1, {0: Row(0, 0.1, 0), 1: Row(0, 0.1 * 3, 0)}) == 10
+    assert steps_by_speed(10, 1, {0: Row(0, 0.1), 1: Row(0, 0.1 * 3)}) == 3
+    assert steps_by_speed(30, 1, {0: Row(0, 0.1), 1: Row(0, 0.1 * 3)}) == 10
 
 
 def test_steps_by_time_let_an_exchange_end_with_the_others() -> None:
     # aim: 50 * 0.1 + 1 = 6; over worker 1's link an exchange takes 4 of them
     rows = {0: Row(3, 0.1, 1.0), 1: Row(3, 0.1, 4.0), 2: Row(3, 0.2, 1.0), 3: Row(3, 0.1, 9.0)}
-    assert steps_by_time(50, 0, rows, [2]) == 50
-    assert steps_by_time(50, 0, rows, [1]) == steps_by_time(50, 1, rows, [0]) == 20
-    assert steps_by_time(50, 2, rows, [0]) == 25
-    assert steps_by_time(50, 2, rows, [0, 1]) == 10
-    assert steps_by_time(50, 3, rows, [0]) == 1  # its link alone takes longer
-    assert steps_by_time(50, 0, rows, [7]) == 50 and steps_by_time(50, 7, rows, [0]) == 50
+    assert round_aim(50, rows) == 6
+
+    def steps(worker: int, peers: list[int], most: int = 50) -> int:
+        return steps_by_time(most, worker, rows, peers, round_index=4)
+
+    assert steps(0, [2]) == 50
+    assert steps(0, [1]) == steps(1, [0]) == 20
+    assert (steps(2, [0]), steps(2, [0, 1])) == (25, 10)
+    assert steps(3, [0]) == 1  # its link alone takes longer
+    assert steps(0, [7]) == 50 and steps(7, [0]) == 50
+    # who rests in this round does not count, and has all the time itself
+    rows[1] = rows[1]._replace(next_mix=5)
+    assert (steps(0, [1]), steps(1, [0])) == (50, 50)
+    rows[2] = rows[2]._replace(next_mix=5)
+    assert steps(2, [0]) == 30
     # with equal links it is the ratio of speeds
-    equal = {w: row._replace(exchange_s=1.0) for w, row in rows.items()}
-    assert [steps_by_time(50, w, equal, [0]) for w in range(4)] == [
+    equal = {w: row._replace(exchange_s=1.0, next_mix=0.0) for w, row in rows.items()}
+    assert [steps_by_time(50, w, equal, [0], 4) for w in range(4)] == [
         steps_by_speed(50, w, equal) for w in range(4)
     ]
+
+
+def test_who_does_not_fit_into_a_round_rests_so_that_rounds_lengthen_by_a_quarter() -> None:
+    rows = {0: Row(3, 0.1, 1.0), 1: Row(3, 0.1, 5.9), 2: Row(3, 0.1, 6.0), 3: Row(3, 0.1, 16.0)}
+    assert [rounds_to_rest(50, w, rows, [0]) for w in range(5)] == [0, 0, 0, 6, 0]
+    assert rounds_to_rest(50, 3, rows, []) == rounds_to_rest(50, 3, rows, [3, 8]) == 0
+    # each 7 rounds of 6 s last 0.1 + 16 - 6 s longer: 24 % of 42 s
+    assert (0.1 + 16 - 6) / (7 * 6) <= LENGTHENING < (0.1 + 16 - 6) / (6 * 6)
 
 
 def test_news_keeps_what_is_newest() -> None:
     numbers: list[float] = []
     news = News(numbers, 3)
     assert news.known(range(3), since=-5) == {} and news.row(1).round_index == NOTHING
-    news.note(1, Row(4, 0.5, 2.0))
-    news.note(1, Row(3, 9.9, 9.9))
-    assert News(numbers, 3).row(1) == Row(4, 0.5, 2.0)
-    news.note(0, Row(1, 0.1, 0.0))
+    news.note(1, Row(4, 0.5, 2.0, 7.0))
+    assert News(numbers, 3).row(1) == Row(4, 0.5, 2.0, 7.0)
+    news.note(0, Row(1, 0.1))
     assert sorted(news.known(range(3), since=2)) == [1]
     assert sorted(news.known([0, 2], since=0)) == [0]
     # of 3 members nothing may be older than 3 rounds
     assert [news.num_reached([0, 1, 2], r) for r in (2, 4, 5, 7, 8)] == [3, 2, 1, 1, 0]
-    assert math.isclose(sum(numbers), 1 + 0.1 + 4 + 0.5 + 2 - 1)
+
+
+def test_news_spreads_from_peer_to_peer_and_old_news_does_not() -> None:
+    async def work(ctx: Context, round_: Round) -> list[float]:
+        numbers: list[float] = []
+        news = News(numbers, 3)
+        news.note(ctx.worker, Row(5.0 + ctx.worker, 0.5))
+        news.note(1, Row(9.0 if ctx.worker == 0 else 3.0, 0.25 * (1 + ctx.worker)))
+        peer = {0: 1, 1: 0, 2: 2}[ctx.worker]
+        if ctx.worker < 2:
+            assert await news.swap(ctx, round_, "news", peer)
+        return [x for worker in range(3) for x in news.row(worker)[:2]]
+
+    results = run_workers(3, work).results
+    assert results[0] == results[1] == [5.0, 0.5, 9.0, 0.25, NOTHING, 0.0]
+    assert results[2] == [NOTHING, 0.0, 3.0, 0.75, 7.0, 0.5]
+
+
+def test_an_exchange_tells_of_the_slower_of_two_links() -> None:
+    news = News([], 3)
+    for worker in range(3):
+        news.note(worker, Row(0, 0.1))
+    news.note_exchange(0, 1, 40.0)  # nothing is known: it may have been either
+    assert news.row(0).exchange_s == 40.0
+    news.note_exchange(0, 2, 4.0)  # so it was worker 1's
+    assert news.row(0).exchange_s == 4.0
+    news.note(1, news.row(1)._replace(exchange_s=40.0))
+    news.note_exchange(0, 1, 40.0)
+    assert news.row(0).exchange_s == 4.0
+    news.note(2, news.row(2)._replace(exchange_s=4.0))
+    news.note_exchange(0, 2, 12.0)  # worker 2 has done better: our link is slower than it was
+    assert news.row(0).exchange_s == 8.0

@@ -14,51 +14,52 @@ from gossamer.errors import CommError
 
 
 async def exchange(
-    ctx: Context,
-    tag: Tag,
-    payload: Tensor,
-    peers: Sequence[int],
-    *,
-    exact: bool = False,
-    seconds: dict[int, float] | None = None,
+    ctx: Context, tag: Tag, payload: Tensor, peers: Sequence[int], *, exact: bool = False
 ) -> dict[int, Tensor]:
     """Send `payload` to each peer and take theirs, full duplex: what came of the edges that held.
 
-    An edge holds where the peer's payload has arrived here and ours was accepted there, so both
-    ends agree. Edges do not wait for one another, and none for longer than the deadline. The
-    payload is the caller's again on return.
+    Edges do not wait for one another, and none for longer than the deadline. The payload is the
+    caller's again on return.
 
     Args:
         tag: equal on both ends.
         payload: contiguous, same shape on all workers.
         peers: sorted workers, without this one; each has this one among its own.
         exact: charge the payload's own bytes (see `Context.send`).
-        seconds: filled with how long ours took to each peer whose edge held, whether or not it
-            was ready for it.
 
     Returns:
         The payloads of the peers whose edge held, in the order of `peers`.
     """
-    begun = ctx.now()
-    transfers = {peer: ctx.send(peer, tag, payload, exact=exact) for peer in peers}
     received: dict[int, Tensor] = {}
+    if len(peers) == 1:  # the usual case, which needs no tasks around it
+        theirs = await swap(ctx, tag, payload, peers[0], exact=exact)
+        return {} if theirs is None else {peers[0]: theirs}
     async with ctx.task_group() as tasks:
-        receiving = {peer: tasks.start(_received(ctx, peer, tag)) for peer in peers}
-        accepting = {
-            peer: tasks.start(_accepted(ctx, transfer, receiving[peer]))
-            for peer, transfer in transfers.items()
-        }
-        for peer, transfer in transfers.items():
-            await asyncio.wait([receiving[peer]])
-            theirs = None if receiving[peer].cancelled() else receiving[peer].result()
-            if theirs is None:
-                transfer.cancel()
-            accepted_s = await accepting[peer]
-            if theirs is not None and accepted_s is not None:
+        swaps = {p: tasks.start(swap(ctx, tag, payload, p, exact=exact)) for p in peers}
+        for peer, edge in swaps.items():
+            theirs = await edge
+            if theirs is not None:
                 received[peer] = theirs
-                if seconds is not None:
-                    seconds[peer] = accepted_s - begun
     return received
+
+
+async def swap(
+    ctx: Context, tag: Tag, payload: Tensor, peer: int, *, exact: bool = False
+) -> Tensor | None:
+    """Send `payload` to a peer and take its own, full duplex; None where the edge did not hold.
+
+    It holds where the peer's payload has arrived here and ours was accepted there, so both ends
+    agree. As soon as one direction has failed the other is given up.
+    """
+    transfer = ctx.send(peer, tag, payload, exact=exact)
+    async with ctx.task_group() as tasks:
+        receiving = tasks.start(_received(ctx, peer, tag))
+        accepting = tasks.start(_accepted(transfer, receiving))
+        await asyncio.wait([receiving])
+        theirs = None if receiving.cancelled() else receiving.result()
+        if theirs is None:
+            transfer.cancel()
+        return theirs if await accepting else None
 
 
 async def _received(ctx: Context, peer: int, tag: Tag) -> Tensor | None:
@@ -69,20 +70,18 @@ async def _received(ctx: Context, peer: int, tag: Tag) -> Tensor | None:
         return None
 
 
-async def _accepted(
-    ctx: Context, transfer: Transfer, receiving: asyncio.Task[Tensor | None]
-) -> float | None:
-    """When the receiver had accepted a transfer, in seconds; None where it did not.
+async def _accepted(transfer: Transfer, receiving: asyncio.Task[Tensor | None]) -> bool:
+    """Whether the receiver has accepted a transfer.
 
-    Then nobody waits for the other direction any longer. So who is rounds behind, whose messages
-    are refused, does not wait for what its peers sent long ago.
+    Where it has not, nobody waits for the other direction any longer. So who is rounds behind,
+    whose messages are refused, does not wait for what its peers sent long ago.
     """
     try:
         await transfer.delivered()
     except CommError:
         receiving.cancel()
-        return None
-    return ctx.now()
+        return False
+    return True
 
 
 def add_differences_(
@@ -114,7 +113,6 @@ async def mix_neighbours(
     *,
     step: int = 0,
     exact: bool = False,
-    seconds: dict[int, float] | None = None,
 ) -> tuple[int, ...]:
     """`x_i <- x_i + sum_j W_ij (x_j - x_i)` in place over the neighbours whose edge held.
 
@@ -127,7 +125,7 @@ async def mix_neighbours(
         neighbours: (peer, W_ij), sorted by peer; both ends give the same weight. See
             `MixingGraph.neighbours`.
         step: position in the round, where a round has several.
-        exact, seconds: see `exchange`.
+        exact: see `exchange`.
 
     Returns:
         The peers that were mixed with.
@@ -137,7 +135,7 @@ async def mix_neighbours(
     check_finite(ctx, values, f"{kind} vector")
     peers = [peer for peer, _ in neighbours]
     tag = round_.tag(kind, step=step)
-    received = await exchange(ctx, tag, values, peers, exact=exact, seconds=seconds)
+    received = await exchange(ctx, tag, values, peers, exact=exact)
     add_differences_(values, received, neighbours)
     if len(received) < len(peers):
         ctx.record("failed_exchanges", float(len(peers) - len(received)))

@@ -26,8 +26,9 @@ Departures  The transcribed formula is form A (the default). It has the claimed 
             and a choice that is unstable in mean square is refused. "auto" is the paper's optimal
             alpha and gamma of a fixed graph (form A); form B has its own. H_i is H, or follows
             measured speed: "by_speed" lets all train for the same time, "by_time" lets all end
-            their exchange at the same time. Batches and the learning rate's schedule go by rounds:
-            who does fewer steps skips the others' batches.
+            their exchange at the same time, and workers whose links are too slow for that mix in
+            some rounds only. Batches and the learning rate's schedule go by rounds: who does fewer
+            steps skips the others' batches.
 
 Reduces to  diloco          form B, complete graph: lr = eta, mu = gamma; with M = 1 both forms
             dsgd            gamma = 0, eta = 1, H = 1, inner SGD: adapt-then-combine
@@ -35,7 +36,7 @@ Reduces to  diloco          form B, complete graph: lr = eta, mu = gamma; with M
             FG-DiLoCo       gamma = 0: lr = eta, mu = 0, the same W for both mixes
             gossip          g = 0: heavy ball (A) or Nesterov (B) on a fixed graph
 
-Cost        sent per worker and round: P values to each neighbour, blocking; 24 M bytes of news
+Cost        sent per worker and round: P values to each neighbour, blocking; 32 M bytes of news
             extra memory: P (u_{t-1}), and 2 P during a round, P more per neighbour while mixing
 
 Fails       a failed edge leaves its weight on both ends' diagonal, so the mean is conserved, and
@@ -53,9 +54,10 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from gossamer.comm.collectives import check_finite
 from gossamer.comm.context import Context, MethodState, Round
-from gossamer.comm.neighbours import mix_buffers, mix_neighbours
-from gossamer.comm.news import News, Row, steps_by_speed, steps_by_time
+from gossamer.comm.neighbours import add_differences_, mix_buffers, mix_neighbours, swap
+from gossamer.comm.news import News, rounds_to_rest, steps_by_speed, steps_by_time
 from gossamer.errors import ConfigError
 from gossamer.methods.base import Method, state_of
 from gossamer.mixing.consensus import (
@@ -70,7 +72,7 @@ from gossamer.mixing.topologies import TopologySetting, mixing_graph, topology_f
 from gossamer.training.layout import ParameterLayout
 from gossamer.training.replica import Replica
 
-_EXCHANGES_KEPT = 8  # of the newest; their shortest is what the own link can do
+Neighbours = Sequence[tuple[int, float]]  # (peer, W_ij), sorted by peer
 
 
 @dataclass(kw_only=True)
@@ -79,12 +81,10 @@ class GASLoCState(MethodState):
 
     Args:
         news: see `gossamer.comm.news.News`.
-        exchanges: seconds of this worker's newest exchanges.
     """
 
     previous: Tensor
     news: list[float] = field(default_factory=list)
-    exchanges: list[float] = field(default_factory=list)
 
 
 class GASLoC(Method):
@@ -131,8 +131,6 @@ class GASLoC(Method):
         return "auto" in (self.alpha, self.gamma)
 
     def validate_for(self, layout: ParameterLayout, num_workers: int) -> None:
-        if num_workers == 1:
-            return
         self.topology.validate_for(num_workers)
         if self.allow_unstable:
             return
@@ -195,17 +193,17 @@ class GASLoC(Method):
         if self.local_steps == "by_speed":
             steps = steps_by_speed(steps, ctx.worker, rows)
         elif self.local_steps == "by_time":
-            steps = steps_by_time(steps, ctx.worker, rows, peers)
+            steps = steps_by_time(steps, ctx.worker, rows, peers, round_.index)
         begun = ctx.now()
         await ctx.train(steps)
         step_s = (ctx.now() - begun) / steps
         ctx.replica.steps_completed += self.inner_steps - steps  # the schedule goes by rounds
         if self.local_steps != "equal":
             ctx.record("local_steps", steps)
+        mine = news.row(ctx.worker)
         if ctx.worker in rows:
-            step_s = (step_s + rows[ctx.worker].step_s) / 2
-        exchange_s = min(state.exchanges, default=0.0)
-        news.note(ctx.worker, Row(round_.index, step_s, exchange_s))
+            step_s = (step_s + mine.step_s) / 2
+        news.note(ctx.worker, mine._replace(round_index=round_.index, step_s=step_s))
 
     async def _mix(
         self,
@@ -213,20 +211,64 @@ class GASLoC(Method):
         round_: Round,
         state: GASLoCState,
         values: Tensor,
-        neighbours: Sequence[tuple[int, float]],
+        neighbours: Neighbours,
     ) -> None:
         """Mix `values` with the neighbours in place, and exchange news with them."""
         present = ctx.refresh_members(round_).members
         neighbours = [(peer, weight) for peer, weight in neighbours if peer in present]
         news = News(state.news, ctx.num_workers)
-        seconds: dict[int, float] = {}
-        news.send(ctx, round_, "news", [peer for peer, _ in neighbours])
-        held = await mix_neighbours(ctx, round_, "mix", values, neighbours, seconds=seconds)
-        await news.take(ctx, round_, "news", held)
+        if self.local_steps == "by_time":
+            await self._mix_when_ready(ctx, round_, news, values, neighbours)
+        else:
+            peers = [peer for peer, _ in neighbours]
+            news.send(ctx, round_, "news", peers)
+            held = await mix_neighbours(ctx, round_, "mix", values, neighbours)
+            await news.take(ctx, round_, "news", held)
         ctx.record("reached", news.num_reached(round_.members.workers, round_.index))
-        if seconds:
-            state.exchanges.append(min(seconds.values()))
-            del state.exchanges[:-_EXCHANGES_KEPT]
+
+    async def _mix_when_ready(
+        self, ctx: Context, round_: Round, news: News, values: Tensor, neighbours: Neighbours
+    ) -> None:
+        """Each edge begins when both ends have trained, so that its time tells of the links.
+
+        Workers with slow links rest in most rounds; see `rounds_to_rest`.
+        """
+        check_finite(ctx, values, "mix vector")
+        received: dict[int, Tensor] = {}
+        async with ctx.task_group() as tasks:
+            edges = {
+                peer: tasks.start(self._meet(ctx, round_, news, values, peer))
+                for peer, _ in neighbours
+            }
+            for peer, edge in edges.items():
+                theirs = await edge
+                if theirs is not None:
+                    received[peer] = theirs
+        add_differences_(values, received, neighbours)
+        members = round_.members.workers
+        rows = news.known(members, since=round_.index - len(members))
+        pause = rounds_to_rest(self.inner_steps, ctx.worker, rows, tuple(received))
+        if pause:
+            mine = news.row(ctx.worker)
+            news.note(ctx.worker, mine._replace(next_mix=round_.index + 1 + pause))
+
+    async def _meet(
+        self, ctx: Context, round_: Round, news: News, values: Tensor, peer: int
+    ) -> Tensor | None:
+        """The vector of a peer; None where one of us rests in this round, or the edge failed."""
+        if not await news.swap(ctx, round_, "news", peer):
+            ctx.record("failed_exchanges", 1.0)
+            return None
+        if any(news.row(worker).next_mix > round_.index for worker in (ctx.worker, peer)):
+            ctx.record("rests", 1.0)
+            return None
+        begun = ctx.now()
+        theirs = await swap(ctx, round_.tag("mix"), values, peer)
+        if theirs is None:
+            ctx.record("failed_exchanges", 1.0)
+        else:
+            news.note_exchange(ctx.worker, peer, ctx.now() - begun)
+        return theirs
 
     def graph(self, *, seed: int, round_index: int, members: tuple[int, ...]) -> MixingGraph:
         """The round's weighted graph, before alpha: a pure function of its arguments."""
