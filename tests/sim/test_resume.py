@@ -38,7 +38,7 @@ METHODS: list[Method] = [
     FactoredGossip(inner_steps=3, mix1="global", mix2="pair"),
     FactoredGossip(inner_steps=3, mix1="pair", mix2="pair", js_threshold=0.01),
     FactoredGossip(inner_steps=3, mix1="pair", mix2="none", mix_momentum=True),
-    GASLoC(inner_steps=9, topology="random_ring", form="B", local_steps="by_time"),
+    GASLoC(inner_steps=4, topology="random_ring", form="B", local_steps="by_time"),
 ]
 # Jitter and unequal links spread the workers' boundaries, so that transfers of both sides of a
 # boundary share the links.
@@ -156,6 +156,8 @@ def test_resume_under_any_fault_plan(method, after, faults, tmp_path_factory):
         interrupted(method, folder, after, faults=faults)
     except RunFailed:
         return
+    if not list(folder.glob("round-*")):
+        return  # somebody died or returned at each boundary that was left
     assert_same(run(method, faults=faults, resume=folder), whole)
 
 
