@@ -336,7 +336,8 @@ def test_steps_by_speed_is_the_ratio_of_speeds_rounded_down() -> None:
 def test_steps_by_time_let_an_exchange_end_with_the_others() -> None:
     # aim: 50 * 0.1 + 1 = 6; over worker 1's link an exchange takes 4 of them
     rows = {0: Row(3, 0.1, 1.0), 1: Row(3, 0.1, 4.0), 2: Row(3, 0.2, 1.0), 3: Row(3, 0.1, 9.0)}
-    assert round_aim(50, rows) == 6
+    assert round_aim(50, rows) == round_aim(50, {**rows, 4: Row(3, 0.01)}) == 6
+    assert round_aim(50, {4: Row(3, 0.01), 5: Row(3, 0.02)}) == 0.5
 
     def steps(worker: int, peers: list[int], most: int = 50) -> int:
         return steps_by_time(most, worker, rows, peers, round_index=4)

@@ -332,6 +332,12 @@ def mean_round_s(rule: str, bandwidth: str, rounds: int = 40) -> tuple[float, Si
     return (times[-1] - times[9]) / (rounds - 10), result
 
 
+def test_by_time_equal_links_change_nothing() -> None:
+    seconds, result = mean_round_s("by_time", "1MB/s", rounds=15)
+    assert seconds == pytest.approx(54, abs=0.01)
+    assert per_round(result, "local_steps") == [50] * 15
+
+
 def test_by_time_a_slow_link_holds_nobody_up() -> None:
     """Over the slow link an exchange takes 40 s; rounds take 54 s, and not 90 s."""
     # More than 90 s, as those who are ahead send to worker 6 before it has what it waits for.

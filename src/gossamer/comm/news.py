@@ -178,9 +178,11 @@ def rounds_to_rest(most: int, worker: int, rows: Mapping[int, Row], peers: Itera
 def round_aim(most: int, rows: Mapping[int, Row]) -> float:
     """T, the seconds that a round should take: the least of H s_j + c_j over all workers j.
 
-    s_j are its seconds per step and c_j those of an exchange over its link.
+    s_j are its seconds per step and c_j those of an exchange over its link. Of workers whose c_j is
+    not known yet nothing can be said, unless it is known of none.
     """
-    return min(most * row.step_s + row.exchange_s for row in rows.values())
+    measured = [row for row in rows.values() if row.exchange_s > 0] or list(rows.values())
+    return min(most * row.step_s + row.exchange_s for row in measured)
 
 
 def _whole(steps: float, most: int) -> int:
