@@ -65,7 +65,7 @@ def test_at_the_parameters_it_is_the_gradient_of_training() -> None:
     start = replica.buffers.clone()
     expected, loss = engine.gradient(other)
     expected = expected.clone()
-    (found,), found_loss = engine.gradients(replica, engine.hold([replica.parameters]), 1)
+    (found,), found_loss = engine.gradients(replica, [replica.parameters], 1)
     assert torch.equal(found, expected)
     assert found_loss == loss
     assert torch.equal(replica.buffers, other.buffers)
@@ -78,11 +78,11 @@ def test_every_point_sees_the_same_samples_and_dropout() -> None:
     engine, replica = engine_of(task)
     point = shifted(replica, 0.3)
     (first, again, moved), _ = engine.gradients(
-        replica, engine.hold([replica.parameters, replica.parameters, point]), 1
+        replica, [replica.parameters, replica.parameters, point], 1
     )
     assert torch.equal(first, again)
     engine, fresh = engine_of(task)
-    (alone,), _ = engine.gradients(fresh, engine.hold([point]), 1)
+    (alone,), _ = engine.gradients(fresh, [point], 1)
     assert torch.equal(moved, alone)
     assert not torch.equal(moved, first)
 
@@ -91,9 +91,9 @@ def test_running_statistics_take_in_the_first_point_only() -> None:
     task = Noisy()
     engine, replica = engine_of(task)
     point = shifted(replica, 2.0)
-    engine.gradients(replica, engine.hold([replica.parameters, point]), 3)
+    engine.gradients(replica, [replica.parameters, point], 3)
     _, alone = engine_of(task)
-    engine.gradients(alone, engine.hold([alone.parameters]), 3)
+    engine.gradients(alone, [alone.parameters], 3)
     assert torch.equal(replica.buffers, alone.buffers)
     assert replica.counters.tolist() == [3]
 
@@ -101,7 +101,7 @@ def test_running_statistics_take_in_the_first_point_only() -> None:
 def test_a_mean_over_batches_loads_each_once() -> None:
     task = Noisy()
     engine, replica = engine_of(task)
-    points = engine.hold([replica.parameters, shifted(replica, 0.3)])
+    points = [replica.parameters, shifted(replica, 0.3)]
     means, _ = engine.gradients(replica, points, 3)
     assert task.loads == [(0, 0), (0, 1), (0, 2)]
     assert (replica.steps_completed, replica.samples_completed) == (3, 3)
@@ -115,7 +115,7 @@ def test_a_mean_over_batches_loads_each_once() -> None:
 
 def test_the_replicas_parameters_are_neither_read_nor_written() -> None:
     engine, replica = engine_of(TinyMLP())
-    points = engine.hold([replica.parameters])
+    points = [replica.parameters.clone()]
     replica.parameters.fill_(float("nan"))
     (found,), _ = engine.gradients(replica, points, 1)
     assert bool(torch.isfinite(found).all())
@@ -195,7 +195,7 @@ def test_wrong_points_are_refused_before_time_passes() -> None:
 
 def test_without_numerics_only_shapes_and_counts() -> None:
     engine, replica = engine_of(TinyMLP(), real=False)
-    found, loss = engine.gradients(replica, engine.hold([replica.parameters] * 2), 5)
+    found, loss = engine.gradients(replica, [replica.parameters] * 2, 5)
     assert [(g.is_meta, g.shape) for g in found] == [(True, replica.parameters.shape)] * 2
     assert math.isnan(loss)
     assert replica.steps_completed == 5
@@ -236,7 +236,7 @@ class Root:
 def test_a_gradient_that_is_not_finite_is_found_where_the_loss_is() -> None:
     engine, replica = engine_of(Root())
     with pytest.raises(NonFiniteError, match="gradient of worker 0 is not finite after 0 inner"):
-        engine.gradients(replica, engine.hold([replica.parameters]), 1)
+        engine.gradients(replica, [replica.parameters], 1)
 
 
 Work = Callable[[Context, Round], Awaitable[None]]
@@ -253,4 +253,4 @@ def only(victim: int, work: Work) -> Callable[[Context, Round], Coroutine[Any, A
 def test_a_loop_of_ones_own_has_none() -> None:
     own = OwnModel(nn.Linear(2, 1), None, None)
     with pytest.raises(ConfigError, match="hands over parameters, not gradients"):
-        own.hold([own.replica.parameters])
+        own.check_points([own.replica.parameters], 1)

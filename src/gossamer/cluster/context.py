@@ -52,8 +52,8 @@ class Trains(Protocol):
     def gradient(self, replica: Replica) -> tuple[Tensor, float]:
         """The gradient [P] on the next batch, and the loss."""
 
-    def hold(self, points: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of points [P], for `gradients`."""
+    def check_points(self, points: Sequence[Tensor], num_batches: int) -> None:
+        """Raise `ConfigError` for arguments that `gradients` cannot take."""
 
     def gradients(
         self,
@@ -297,7 +297,8 @@ class ClusterContext:
         self._engine.apply_gradient(self._replica, gradient)
 
     async def gradients(self, points: Sequence[Tensor], num_batches: int = 1) -> list[Tensor]:
-        held = self._engine.hold(points)
+        self._engine.check_points(points, num_batches)
+        held = [point.clone() for point in points]  # other tasks go on while the thread works
         pacer = self._pacer()
         gradients, loss = await self._training(
             lambda: self._engine.gradients(self._replica, held, num_batches, on_step=pacer)

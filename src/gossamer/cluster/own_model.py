@@ -119,8 +119,8 @@ class OwnModel:
         """Not possible: the user's loop applies its gradients itself."""
         raise ConfigError("a training loop of one's own hands over parameters, not gradients")
 
-    def hold(self, points: Sequence[Tensor]) -> list[Tensor]:
-        """Not possible: the user's loop chooses where it takes its gradients."""
+    def check_points(self, points: Sequence[Tensor], num_batches: int) -> None:
+        """No points are possible: the user's loop chooses where it takes its gradients."""
         raise ConfigError("a training loop of one's own hands over parameters, not gradients")
 
     def gradients(

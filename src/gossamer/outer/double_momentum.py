@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -47,7 +48,7 @@ def storm_(estimator: Tensor, gradient: Tensor, old_gradient: Tensor, *, beta: f
         gradient, old_gradient: g and g', [P], of the same samples at the new and the old point.
         beta: 1 forgets the past.
     """
-    estimator.sub_(old_gradient).mul_(1 - beta).add_(gradient)
+    torch.add(gradient, estimator.sub_(old_gradient), alpha=1 - beta, out=estimator)
 
 
 def plain_momentum_(estimator: Tensor, gradient: Tensor, *, beta: float) -> None:

@@ -13,7 +13,7 @@ from gossamer.comm.context import MethodState, Round, Tag, TrainReport
 from gossamer.comm.letters import Letter
 from gossamer.comm.rounds import Rounds
 from gossamer.comm.tasks import TaskGroup
-from gossamer.errors import CommError
+from gossamer.errors import CommError, NonFiniteError
 from gossamer.seeding import torch_stream
 from gossamer.sim.clock import sleep_until_ns
 from gossamer.sim.post import Message
@@ -165,11 +165,11 @@ class SimContext:
             await sleep_until_ns(until)
         self.last_progress_ns = self._world.loop.time_ns()
 
-    async def _compute(self, num_steps: int, num_points: int = 1) -> None:
+    async def _compute(self, num_steps: int, num_points: int = 1, first: int | None = None) -> None:
         """Let the time of inner steps pass: of each step once for each point that it works at."""
         world, worker = self._world, self._worker
         start = end = world.loop.time_ns()
-        first = self._replica.steps_completed
+        first = self._replica.steps_completed if first is None else first
         if num_points == 1:
             end = world.compute.finish_ns(worker, start, first, num_steps)
         else:
@@ -206,12 +206,19 @@ class SimContext:
         self._world.engine.apply_gradient(self._replica, gradient)
 
     async def gradients(self, points: Sequence[Tensor], num_batches: int = 1) -> list[Tensor]:
-        engine = self._world.engine
-        held = engine.hold(points)
-        self._world.before_write(self._worker)  # the method will, itself
-        await self._compute(num_batches, len(held))
-        self._world.before_write(self._worker)  # to buffers; a boundary may have passed meanwhile
-        gradients, loss = engine.gradients(self._replica, held, num_batches)
+        engine, first = self._world.engine, self._replica.steps_completed
+        engine.check_points(points, num_batches)
+        self._world.before_write(self._worker)  # now buffers; the method, soon, parameters
+        # Here the numerics come first and then their time: the points are those of the call, and
+        # need no copy that would keep them while other tasks go on.
+        failure: NonFiniteError | None = None
+        try:
+            gradients, loss = engine.gradients(self._replica, points, num_batches)
+        except NonFiniteError as error:
+            failure = error
+        await self._compute(num_batches, len(points), first)
+        if failure is not None:
+            raise failure
         self._count(TrainReport(num_batches, loss, num_batches * engine.units_per_batch))
         return gradients
 

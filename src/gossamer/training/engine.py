@@ -63,14 +63,14 @@ class Engine:
         self._gradient = self._new(self.layout.numel).zero_()
         self._cast = [s for s in self.layout.slots if s.dtype is not self.layout.dtype]
         if real:
-            self._view_gradients()
+            self._collect_gradients(self._gradient)
 
     def _new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(*shape, dtype=dtype or self.layout.dtype, device=self._device)
 
-    def _view_gradients(self) -> None:
-        """Let backward accumulate straight into the flat gradient."""
-        for name, view in self.layout.views(self._gradient).items():
+    def _collect_gradients(self, flat: Tensor) -> None:
+        """Let backward accumulate straight into a flat gradient [P]."""
+        for name, view in self.layout.views(flat).items():
             parameter = self._parameters[name]
             if parameter.dtype is self.layout.dtype:
                 parameter.grad = view
@@ -130,7 +130,8 @@ class Engine:
         self.model.train()
         with _preserved_rng():
             for _ in range(num_steps):
-                total += self._forward_backward(replica, self._load(replica))
+                batch = self._load(replica)
+                total += self._forward_backward(replica, batch, self._gradient.zero_())
                 self._step(replica)
                 if on_step is not None:
                     on_step()
@@ -144,20 +145,19 @@ class Engine:
         self.attach(replica.parameters, replica.buffers, replica.counters)
         self.model.train()
         with _preserved_rng():
-            loss = self._forward_backward(replica, self._load(replica))
+            batch = self._load(replica)
+            loss = self._forward_backward(replica, batch, self._gradient.zero_())
         self.buffer_layout.store(self.model, replica.buffers, replica.counters)
         return self._gradient, loss
 
-    def hold(self, points: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of `points`, in the flat vector's type, for `gradients`.
-
-        Raises `ConfigError` where there are none, or one is not [P].
-        """
+    def check_points(self, points: Sequence[Tensor], num_batches: int) -> None:
+        """Raise `ConfigError` where there are no points, one is not [P], or there is no batch."""
         size = self.layout.numel
         if not points or any(tuple(point.shape) != (size,) for point in points):
             shapes = [list(point.shape) for point in points]
             raise ConfigError(f"gradients: points of shape [{size}] needed; got shapes {shapes}")
-        return [point.detach().to(self.layout.dtype, copy=True) for point in points]
+        if num_batches < 1:
+            raise ConfigError(f"gradients: num_batches must be at least 1, got {num_batches}")
 
     def gradients(
         self,
@@ -168,47 +168,47 @@ class Engine:
     ) -> tuple[list[Tensor], float]:
         """Mean gradients [P] at `points` over the next batches, and the first point's mean loss.
 
-        See `Context.gradients`; `points` are as `hold` gave them, and `on_step` is called after
+        See `Context.gradients`. Nobody may write to `points` meanwhile; `on_step` is called after
         each evaluation.
         """
-        if num_batches < 1:
-            raise ConfigError(f"gradients: num_batches must be at least 1, got {num_batches}")
+        self.check_points(points, num_batches)
+        points = [point.detach().to(self.layout.dtype) for point in points]
         if not self.real:
             self._count(replica, num_batches, float("nan"))
             return [torch.empty_like(self._gradient) for _ in points], float("nan")
-        totals: list[Tensor] = []
+        sums = [torch.zeros_like(self._gradient) for _ in points]
         loss = 0.0
         self.model.train()
-        with _preserved_rng():
-            for _ in range(num_batches):
-                gradients, value = self._gradients_on_batch(replica, points, on_step)
-                loss += value
-                if not totals:
-                    totals = gradients
-                    continue
-                for total, gradient in zip(totals, gradients, strict=True):
-                    total.add_(gradient)
+        try:
+            with _preserved_rng():
+                for _ in range(num_batches):
+                    loss += self._add_gradients(replica, points, sums, on_step)
+        finally:
+            self._collect_gradients(self._gradient)
         if num_batches > 1:
-            for total in totals:
+            for total in sums:
                 total.div_(num_batches)
-        return totals, loss / num_batches
+        return sums, loss / num_batches
 
-    def _gradients_on_batch(
-        self, replica: Replica, points: Sequence[Tensor], on_step: Callable[[], None] | None
-    ) -> tuple[list[Tensor], float]:
-        """The gradients on the next batch, which counts as done, and the first point's loss."""
+    def _add_gradients(
+        self,
+        replica: Replica,
+        points: Sequence[Tensor],
+        sums: Sequence[Tensor],
+        on_step: Callable[[], None] | None,
+    ) -> float:
+        """Add the gradients on the next batch, which counts as done; the first point's loss."""
         replica.learning_rate = self._learning_rate(replica)
         batch = self._load(replica)
         drawn = _generator_states()
         floats, integers = torch.empty_like(replica.buffers), torch.empty_like(replica.counters)
-        gradients: list[Tensor] = []
         loss = 0.0
-        for index, point in enumerate(points):
+        for index, (point, total) in enumerate(zip(points, sums, strict=True)):
             self.attach(point, replica.buffers, replica.counters)
+            self._collect_gradients(total)
             _set_generator_states(drawn)
-            value = self._forward_backward(replica, batch)
-            self._check_finite("gradient", self._gradient_norm(), replica)
-            gradients.append(self._gradient.clone())
+            value = self._forward_backward(replica, batch, total)
+            self._check_finite("gradient", float(torch.linalg.vector_norm(total)), replica)
             if index == 0:
                 loss = value
                 self.buffer_layout.store(self.model, floats, integers)
@@ -217,7 +217,7 @@ class Engine:
         replica.buffers.copy_(floats)
         replica.counters.copy_(integers)
         self._count(replica, 1, float("nan"))
-        return gradients, loss
+        return loss
 
     def apply_gradient(self, replica: Replica, gradient: Tensor) -> None:
         """One inner-optimizer step with a given gradient [P]."""
@@ -239,9 +239,8 @@ class Engine:
         _seed_generators(derive_seed(self.seed, "step", replica.worker, step))
         return self.task.train_batch(replica.worker, step)
 
-    def _forward_backward(self, replica: Replica, batch: Batch) -> float:
-        """Fill the shared gradient; the loss as a number."""
-        self._gradient.zero_()
+    def _forward_backward(self, replica: Replica, batch: Batch, flat: Tensor) -> float:
+        """Add the gradient to `flat`, where backward collects it; the loss as a number."""
         for slot in self._cast:
             self._parameters[slot.name].grad = None
         loss = self.task.loss(self.model, batch)
@@ -250,7 +249,7 @@ class Engine:
         for slot in self._cast:
             grad = self._parameters[slot.name].grad
             if grad is not None:
-                self._gradient[slot.offset : slot.end].view(slot.shape).copy_(grad)
+                flat[slot.offset : slot.end].view(slot.shape).add_(grad)
         value = float(loss.detach())
         self._check_finite("training loss", value, replica)
         return value
@@ -259,16 +258,13 @@ class Engine:
         """Clip, and one update of the inner optimizer."""
         assert replica.optimizer is not None
         replica.learning_rate = self._learning_rate(replica)
-        norm = self._gradient_norm()
+        norm = float(torch.linalg.vector_norm(self._gradient))
         self._check_finite("gradient", norm, replica)
         if 0 < self.training.clip_norm < norm:
             self._gradient.mul_(self.training.clip_norm / norm)
         replica.optimizer.step(replica.learning_rate)
         self._refresh_cast(replica.parameters)
         self._count(replica, 1, float("nan"))
-
-    def _gradient_norm(self) -> float:
-        return float(torch.linalg.vector_norm(self._gradient))
 
     def _learning_rate(self, replica: Replica) -> float:
         """The recipe's, for the replica's next inner step."""
