@@ -88,6 +88,8 @@ KILLS = [
     ("LocalM1M2", 4, "saving"),
     ("GlobalM1LocalM2", 4, "sending:mix1"),
     ("GlobalM1LocalM2", 4, "received:mix1"),
+    ("gasloc", 4, "training"),
+    ("gasloc", 4, "sending:mix"),
 ]
 
 
@@ -365,7 +367,7 @@ def test_a_worker_whose_loss_is_not_finite_leaves_and_says_why(cluster: Start) -
     check_agreement(run.others(2), 1, 4)
 
 
-@pytest.mark.parametrize("method", ["diloco", "LocalM1M2", "data_parallel"])
+@pytest.mark.parametrize("method", ["diloco", "LocalM1M2", "data_parallel", "gasloc"])
 def test_a_run_that_was_killed_goes_on_from_checkpoints_bit_for_bit(
     cluster: Start, method: str
 ) -> None:
