@@ -39,7 +39,7 @@ INNER_STEPS, ROUNDS = 100, 12
 MODEL = LlamaShape(dim=64, num_layers=1, num_heads=1, num_kv_heads=1, ffn_dim=128, max_length=512)
 TUNING_SEED = 100
 SEEDS = (0, 1, 2)
-RATES = (5e-3, 1e-2, 2e-2)
+RATES = (2.5e-3, 5e-3, 1e-2)
 
 # Nine tries each: three learning rates times three outer settings.
 OUTER: dict[str, list[dict[str, Any]]] = {

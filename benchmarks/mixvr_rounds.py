@@ -1,15 +1,13 @@
 """How many rounds each method needs to reach the optimal statistical rate, as the samples grow.
 
-    python benchmarks/mixvr_rounds.py check                     the loops here are the methods
-    python benchmarks/mixvr_rounds.py measure --samples 14 --workers 8 --method local_mixvr --out F
-    python benchmarks/mixvr_rounds.py fit F [F ...] --plot docs/images/mixvr_rounds.svg
+    python benchmarks/mixvr_rounds.py check                   the loops here are the methods
+    python benchmarks/mixvr_rounds.py sweep --out FILE --limit 150      again until it exits with 0
+    python benchmarks/mixvr_fit.py FILE --plot docs/images/mixvr_rounds.svg
 
-N samples are shared by M workers in R rounds, N / (M R) each. `measure` runs one method for every R
-on a problem whose optimum is known, with 20 step sizes a factor sqrt(2) apart and several seeds
-(each with signs of the optimum of its own) at once, and appends the excess losses to a JSON-lines
-file. `fit` finds for each N the least R at which the mean excess loss, with the best of the step
-sizes, is at most TARGET |w*| sigma / sqrt(N), and the exponent with which that R grows with N, with
-confidence intervals from a bootstrap over the seeds.
+N samples are shared by M workers in R rounds, N / (M R) each. `sweep` runs every method for every
+N, M and R on a problem whose optimum is known, with 20 step sizes a factor sqrt(2) apart and many
+seeds (each with signs of the optimum of its own) at once, and appends the excess losses to a file
+of JSON lines. `mixvr_fit.py` finds the rounds that each method needs, and how they grow with N.
 
 The loops are vectorised over step sizes, seeds and workers, as N goes to a million. `check` shows
 that they give the iterates of the methods run by `gossamer.simulate`.
@@ -21,7 +19,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +37,8 @@ from gossamer.training.settings import Training
 PROBLEM: dict[str, Any] = {
     "num_parameters": 64,
     "power": 2.0,  # gradient descent converges like 1/R until R is several thousand
-    "asymmetry": 0.1,
-    "noise": 1.0,
+    "asymmetry": 0.2,  # local steps are biased: the mean of the workers is not the mean's step
+    "noise": 0.5,
     "noise_power": 1.0,  # its covariance is proportional to the curvature
     "multiplicative": 0.5,
 }
@@ -288,17 +286,67 @@ def check() -> None:
             raise SystemExit(f"{name}: the loop is not the method")
 
 
-# ---------------------------------------------------------------------------------------- measure
+# ---------------------------------------------------------------------------------------- sweep
+
+LOG2_SAMPLES = (11, 12, 14, 16, 18, 20)
+WORKERS = (8, 4)
+SEEDS = {"minibatch_sgd": 64, "minibatch_asgd": 64}  # others: 32, as each of them costs more
+ROUNDS = {
+    "minibatch_sgd": 1024,
+    "minibatch_asgd": 256,
+    "local_sgd": 1024,
+    "slowcal_sgd": 128,
+    "local_mixvr": 32,
+}  # the largest R of each
+
+Task = tuple[int, int, str, list[int], range]  # log2 N, M, method, rounds, seeds
 
 
-def measure(arguments: argparse.Namespace) -> None:
+def plan() -> Iterator[Task]:
+    """All there is to do, the cheap ones first."""
+    for log2_samples in LOG2_SAMPLES:
+        for workers in WORKERS:
+            for name in LOOPS:
+                powers = [2**k for k in range(11)]
+                if name not in MINIBATCH and log2_samples == 20:
+                    powers = powers[::2] if name != "local_mixvr" else powers[:4]
+                counts = [r for r in powers if r <= ROUNDS[name] and r * workers <= 2**log2_samples]
+                seeds = SEEDS.get(name, 32)
+                if name in MINIBATCH:
+                    yield log2_samples, workers, name, counts, range(seeds)
+                    continue
+                halves = [range(seeds)] if log2_samples < 18 else [range(16), range(16, 32)]
+                for rounds in counts:
+                    for part in halves:
+                        yield log2_samples, workers, name, [rounds], part
+
+
+def sweep(out: Path, limit_s: float) -> None:
+    """Do what is missing in the file, until so much time has passed; exit 3 where more is left."""
+    done: dict[tuple[str, int, int, int], set[int]] = {}
+    for line in out.read_text().splitlines() if out.exists() else []:
+        row = json.loads(line)
+        key = (row["method"], row["workers"], row["samples"], row["rounds"])
+        done.setdefault(key, set()).update(row["seeds"])
+    began = time.monotonic()
+    for log2_samples, workers, name, counts, seeds in plan():
+        keys = {r: (name, workers, 2**log2_samples, r) for r in counts}
+        missing = [r for r in counts if not set(seeds) <= done.get(keys[r], set())]
+        if not missing:
+            continue
+        if time.monotonic() - began > limit_s:
+            raise SystemExit(3)
+        measure(name, 2**log2_samples, workers, missing, seeds=seeds, out=out)
+
+
+def measure(
+    name: str, samples: int, workers: int, counts: list[int], *, seeds: range, out: Path
+) -> None:
     """One method, one N and M, several R; one line of the file for each R."""
-    samples, workers, name = 2**arguments.samples, arguments.workers, arguments.method
-    counts = [rounds for rounds in arguments.rounds if rounds * workers <= samples]
-    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+    etas = step_sizes(name, samples, workers)
     lanes = Lanes(
         seeds,
-        etas := step_sizes(name, samples, workers),
+        etas,
         workers=workers,
         num_steps=samples // workers,
         dtype=torch.float32,
@@ -316,15 +364,14 @@ def measure(arguments: argparse.Namespace) -> None:
             "rounds": rounds,
             "seeds": list(seeds),
             "etas": etas,
-            "excess_loss": [[round(x, 10) for x in of_seed] for of_seed in excess.tolist()],
-            "problem": PROBLEM,
+            "excess_loss": [[float(f"{x:.6g}") for x in of_seed] for of_seed in excess.tolist()],
         }
-        with arguments.out.open("a") as file:
+        with out.open("a") as file:
             file.write(json.dumps(row) + "\n")
         means = np.nan_to_num(excess.mean(0).numpy(), nan=np.inf)
         best = int(means.argmin())
         print(
-            f"N=2^{arguments.samples} M={workers} {name} R={rounds}: "
+            f"N={samples} M={workers} {name} R={rounds}: "
             f"{means[best] * math.sqrt(samples):.3f} / sqrt(N), step size {best} of {STEP_SIZES}, "
             f"{time.process_time() - began:.1f} s",
             flush=True,
@@ -335,20 +382,15 @@ def main() -> None:
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("check")
-    one = commands.add_parser("measure")
-    one.add_argument("--samples", type=int, required=True, help="log2 of N")
-    one.add_argument("--workers", type=int, required=True)
-    one.add_argument("--method", choices=list(LOOPS), required=True)
-    one.add_argument("--rounds", type=int, nargs="+", required=True, help="powers of two")
-    one.add_argument("--seeds", type=int, default=8)
-    one.add_argument("--first-seed", type=int, default=0)
+    commands.add_parser("check", help="the loops here give the methods' iterates")
+    one = commands.add_parser("sweep", help="measure what is missing in a file")
     one.add_argument("--out", type=Path, required=True)
+    one.add_argument("--limit", type=float, default=math.inf, help="begin nothing after so many s")
     arguments = parser.parse_args()
     if arguments.command == "check":
         check()
-    elif arguments.command == "measure":
-        measure(arguments)
+    else:
+        sweep(arguments.out, arguments.limit)
 
 
 if __name__ == "__main__":
