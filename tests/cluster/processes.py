@@ -101,7 +101,8 @@ class Process:
 
     def tail(self) -> str:
         """What it told last, for people."""
-        told = [e for e in self.events if e["event"] != "position"][-5:]
+        rare = [e for e in self.events if e["event"] not in ("position", "boundary")][-10:]
+        told = [*rare, *[e for e in self.events if e["event"] == "boundary"][-3:]]
         return "\n".join(str(event)[:200] for event in told)
 
     def wait_pid(self) -> None:

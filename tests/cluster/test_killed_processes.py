@@ -204,8 +204,8 @@ def test_a_donor_that_has_passed_the_joiners_round_already_says_so_at_once(clust
     they do already. They would wait for it there, and it for them.
     """
     run = cluster(**RUN, method="diloco", workers=3)
-    run.start_all(quiet=True)
-    run.workers[0].wait("boundary", round=5)
+    run.start_all({1: [("training", 6)]}, quiet=True)
+    run.workers[1].wait("held")  # not in a vote, of which one of the others might have heard alone
     run.workers[1].kill()
     others = run.others(1)
     run.start(1)
