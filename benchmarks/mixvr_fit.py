@@ -1,6 +1,6 @@
 """Rounds needed against samples, fitted and drawn, from what `mixvr_rounds.py measure` wrote.
 
-    python benchmarks/mixvr_fit.py FILE [FILE ...] --target 0.2 --plot docs/images/mixvr_rounds.svg
+    python benchmarks/mixvr_fit.py FILE [FILE ...] --target 0.1 --plot docs/images/mixvr_rounds.svg
 
 For each method, M and N: the least R at which the mean excess loss over the seeds, with the best of
 the step sizes, is at most TARGET |w*| sigma / sqrt(N), interpolated between powers of two on
@@ -125,6 +125,10 @@ def report(curves: dict[tuple[str, int], dict[int, Curve]], constant: float) -> 
                     "bootstrap": seeds_interval,
                 }
             )
+    columns = [f"N = {samples}" for samples in sorted(entries[0]["needed"])]
+    headings = ["method", "M", *columns, "exponent", "by the seeds"]
+    print(f"| {' | '.join(headings)} |")
+    print("|---" * len(headings) + "|")
     for entry in entries:
         cells = " | ".join(_cell(rounds) for rounds in entry["needed"].values())
         low, high = entry["bootstrap"]
@@ -195,7 +199,7 @@ def _draw_needed(axis, entry: dict, color: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("files", type=Path, nargs="+")
-    parser.add_argument("--target", type=float, default=0.2)
+    parser.add_argument("--target", type=float, default=0.1)
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     curves = load(arguments.files)
