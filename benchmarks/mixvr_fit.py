@@ -164,8 +164,9 @@ def draw(
                 if (entry["method"], entry["workers"]) == (method, count):
                     _draw_needed(axis, entry, f"C{index}")
         axis.set(xscale="log", yscale="log", xlabel="samples N", title=f"M = {count}")
+        axis.set_ylim(0.7, 4000)  # an interval that ends beyond has no R that was tried at its end
         axis.set_ylabel(f"rounds to {constant:g} |w*| sigma / sqrt(N)")
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=7, loc="upper left")
     largest = max(n for by_samples in curves.values() for n in by_samples)
     for index, method in enumerate(NAMES):
         curve = losses(curves[method, workers[-1]][largest])

@@ -236,8 +236,11 @@ RULES = {
     "local_mixvr": local_mixvr,
     "local_mixvr_average": local_mixvr_average,
 }
-VARIANTS: dict[str, tuple[str, dict[str, str]]] = {
-    "local_mixvr_average": ("local_mixvr", {"gamma_weighs": "average"})
+VARIANTS: dict[str, tuple[str, dict[str, str | bool]]] = {
+    "local_mixvr_average": ("local_mixvr", {"gamma_weighs": "average"}),
+    "no_variance_reduction": ("local_mixvr", {"variance_reduction": False}),
+    "no_anytime": ("local_mixvr", {"anytime_averaging": False}),
+    "no_drift_correction": ("local_mixvr", {"drift_correction": False}),
 }
 
 
