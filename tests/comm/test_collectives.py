@@ -17,10 +17,10 @@ from gossamer.comm.collectives import (
     SEGMENTS_MAX,
     all_reduce_mean,
     all_reduce_until_complete,
-    average_pair,
     average_survivors,
 )
 from gossamer.comm.context import Context, Round
+from gossamer.comm.pairs import average_pair
 from gossamer.errors import CollectiveFailed, DataRace
 from gossamer.mixing.matchings import partner_of, random_matching
 from gossamer.sim.compute import Timing
@@ -493,3 +493,15 @@ def test_a_method_that_trains_on_a_vector_while_it_is_mixed_is_found_out() -> No
     network = Network(bandwidth=1.0)  # so slow that the step falls into the transfer
     with pytest.raises(DataRace):
         run_workers(2, work, network=network)
+
+
+def test_scratch_memory_is_the_workers_own_and_keeps_what_is_in_it_while_it_waits() -> None:
+    async def work(ctx: Context, round_: Round) -> tuple[Tensor, Tensor]:
+        await ctx.train(1)  # all on one engine, which has one gradient
+        mine = torch.sub(ctx.replica.parameters, ctx.worker, out=ctx.scratch())
+        await average_pair(ctx, round_, "mix", torch.zeros(8), 1 - ctx.worker)
+        assert ctx.scratch() is mine
+        return mine, ctx.replica.parameters - ctx.worker
+
+    for mine, expected in run_workers(2, work).results.values():
+        assert torch.equal(mine, expected)

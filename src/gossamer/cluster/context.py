@@ -41,6 +41,9 @@ class Trains(Protocol):
     def units_per_batch(self) -> int:
         """Tokens or samples in a training batch."""
 
+    def scratch(self) -> Tensor:
+        """A vector [P] that is not in use until the next training call."""
+
     def new_replicas(self, num_workers: int) -> tuple[Tensor, list[Replica]]:
         """Equal replicas, and their parameters [M, P]."""
 
@@ -190,6 +193,9 @@ class ClusterContext:
     @property
     def replica(self) -> Replica:
         return self._replica
+
+    def scratch(self) -> Tensor:
+        return self._engine.scratch()
 
     def now(self) -> float:
         return time.monotonic()

@@ -51,6 +51,7 @@ class OwnModel:
             else:
                 self._copied.append((own.data, view))
         self.replica = self._new_replica()
+        self._scratch: Tensor | None = None
         self._turn = threading.Condition()
         self._left = 0  # steps that the user has yet to do in this turn
         self._users = True  # the user's thread is not waiting in here
@@ -114,6 +115,12 @@ class OwnModel:
                 step=self.replica.steps_completed,
                 learning_rate=self.replica.learning_rate,
             )
+
+    def scratch(self) -> Tensor:
+        """A vector [P] of our own: the gradients are the user's."""
+        if self._scratch is None:
+            self._scratch = torch.empty_like(self._flat)
+        return self._scratch
 
     def gradient(self, replica: Replica) -> tuple[Tensor, float]:
         """Not possible: the user's loop applies its gradients itself."""

@@ -244,30 +244,6 @@ async def _vote(ctx: Context, tag: Tag, workers: Sequence[int], yes: bool, late:
     return yes and len(heard) == len(peers) and all(bool(vote.item()) for vote in heard.values())
 
 
-async def average_pair(
-    ctx: Context, round_: Round, kind: str, values: Tensor, partner: int | None
-) -> bool:
-    """Average `values` with `partner`'s in place; on any failure both keep their own.
-
-    One full-duplex exchange. Commits only where the peer's payload has arrived here and ours was
-    accepted there. Returns whether the values were mixed; True where there is no partner.
-    """
-    if partner is None:
-        return True
-    check_finite(ctx, values, f"{kind} vector")
-    tag = round_.tag(kind)
-    transfer = ctx.send(partner, tag, values)
-    try:
-        theirs = await ctx.recv(partner, tag)
-        await transfer.delivered()
-    except CommError:
-        transfer.cancel()
-        ctx.record("failed_exchanges", 1.0)
-        return False
-    torch.add(values, theirs, out=values).div_(2)
-    return True
-
-
 async def average_survivors(
     ctx: Context,
     round_: Round,

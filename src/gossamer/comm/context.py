@@ -129,6 +129,14 @@ class Context(Protocol):
     def replica(self) -> Replica:
         """This worker's copy of the model: flat parameters [P], buffers, inner optimizer."""
 
+    def scratch(self) -> Tensor:
+        """Memory for a vector [P] of the parameters' type, with anything in it.
+
+        The same at every call, and the method's until the worker trains next or takes a gradient:
+        a process that trains one replica lends the memory of its gradient, so that an outer
+        gradient takes none of its own.
+        """
+
     def now(self) -> float:
         """Seconds; the only clock there is."""
 

@@ -22,7 +22,8 @@ Reduces to  local_sgd      when lr = 1 and mu = 0
             any FG-DiLoCo  with mix2 = "global": there Mix1 averages equal vectors
 
 Cost        sent per worker and round: 2 (M-1)/M P values, blocking; a byte per peer for the vote
-            extra memory: 2 P (anchor, momentum), and P while the outer gradient is on its way
+            extra memory: 2 P (anchor, momentum), and P while the outer gradient is on its way (it
+            lies where the gradient was, and the others' parts of the mean come beside it)
 
 Fails       a lost, late or damaged message fails the whole all-reduce, which all workers then
             repeat until it succeeds; a worker that is gone is left out of the next attempt. A
@@ -69,10 +70,9 @@ class DiLoCo(Method):
     async def run(self, ctx: Context, state: MethodState) -> None:
         state = state_of(DiLoCoState, state)
         replica = ctx.replica
-        delta = torch.empty_like(state.anchor)
         async for round_ in ctx.rounds(state):
             await ctx.train(self.inner_steps)
-            torch.sub(state.anchor, replica.parameters, out=delta)
+            delta = torch.sub(state.anchor, replica.parameters, out=ctx.scratch())
             agreed = await all_reduce_until_complete(ctx, round_, "outer", delta)
             nesterov_step_(
                 state.anchor,

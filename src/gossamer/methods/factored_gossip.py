@@ -39,7 +39,8 @@ Reduces to  diloco     when mix2 = "global", whatever Mix1 is
 Cost        sent per worker and round, in P values: Mix1 global 2 (M-1)/M overlapped, pair 1
             overlapped; Mix2 the same, blocking, times the subset's share; mix_momentum doubles
             Mix1; a trigger adds one probe's predictions per peer of the group
-            extra memory: 2 P (z, v), and 2 P (x, Delta) during a round
+            extra memory: 2 P (z, v), P for x while training, and P for a partner's vector in Mix2
+            (Delta lies where the gradient was)
 
 Fails       a failed pair keeps its own values; a global mix averages the survivors and those whose
             links failed keep their own (both matrices stay doubly stochastic, so the mean is
@@ -56,8 +57,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from gossamer.comm.buffers import synchronise_buffers
-from gossamer.comm.collectives import average_pair, average_survivors, check_finite
+from gossamer.comm.collectives import average_survivors, check_finite
 from gossamer.comm.context import Context, MethodState, Round
+from gossamer.comm.pairs import average_, average_pair, partners_values
 from gossamer.comm.predictions import group_js_distance
 from gossamer.methods.base import Method, outer_learning_rate, outer_momentum, state_of
 from gossamer.mixing.matchings import partner_of, random_matching
@@ -138,35 +140,47 @@ class FactoredGossip(Method):
     async def run(self, ctx: Context, state: MethodState) -> None:
         state = state_of(FactoredGossipState, state)
         replica = ctx.replica
-        base, delta = torch.empty_like(state.point), torch.empty_like(state.point)
         async for round_ in ctx.rounds(state):
             async with ctx.task_group() as tasks:
-                tasks.start(self._mix1(ctx, round_, state, base))
+                mix1 = tasks.start(self._mix1(ctx, round_, state))
                 await ctx.train(self.inner_steps)
-            torch.sub(state.point, replica.parameters, out=delta)
+            delta = torch.sub(state.point, replica.parameters, out=ctx.scratch())
             check_finite(ctx, delta, "outer gradient")
+            state.point = mix1.result()  # x; nothing needs z any longer, nor its memory
             await self._mix2(ctx, round_, delta)
             nesterov_step_(
-                base,
+                state.point,
                 state.momentum,
                 delta,
                 learning_rate=self.outer_learning_rate,
                 momentum=self.outer_momentum,
             )
-            state.point, base = base, state.point  # the old point's memory is the next base's
             replica.parameters.copy_(state.point)
             await synchronise_buffers(ctx, round_, self._buffer_group(ctx, round_))
 
-    async def _mix1(
-        self, ctx: Context, round_: Round, state: FactoredGossipState, base: Tensor
-    ) -> None:
-        """x = Mix1(z), into `base`; z stays as it is while training goes on."""
-        base.copy_(state.point)
-        await self._mix(ctx, round_, "mix1", self.mix1, base)
+    async def _mix1(self, ctx: Context, round_: Round, state: FactoredGossipState) -> Tensor:
+        """x = Mix1(z), in memory of its own where it differs; z stays while training goes on."""
+        base = await self._mixed(ctx, round_, state.point)
         if self.mix1_weight != 1:  # a lazy mix: part of the way
-            torch.lerp(state.point, base, self.mix1_weight, out=base)
+            base = torch.lerp(state.point, base, self.mix1_weight)
         if self.mix_momentum:
             await self._mix(ctx, round_, "mix1_momentum", self.mix1, state.momentum)
+        return base
+
+    async def _mixed(self, ctx: Context, round_: Round, point: Tensor) -> Tensor:
+        """Mix1(z) all the way; z itself where there is nobody to mix with."""
+        if self.mix1 == "global":
+            base = point.clone()
+            await average_survivors(ctx, round_, "mix1", base)
+            return base
+        partner = self._partner(ctx, round_, "mix1") if self.mix1 == "pair" else None
+        if partner is None:
+            return point
+        theirs = await partners_values(ctx, round_, "mix1", point, partner)
+        if theirs is None:
+            return point
+        average_(theirs, point)
+        return theirs
 
     async def _mix2(self, ctx: Context, round_: Round, delta: Tensor) -> None:
         """Delta <- Mix2(Delta), on the subset, where the trigger allows it."""

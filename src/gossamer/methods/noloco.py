@@ -53,8 +53,9 @@ from pydantic import Field
 from torch import Tensor
 
 from gossamer.comm.buffers import synchronise_buffers
-from gossamer.comm.collectives import average_pair, average_survivors
+from gossamer.comm.collectives import average_survivors
 from gossamer.comm.context import Context, MethodState, Round
+from gossamer.comm.pairs import average_pair
 from gossamer.errors import ConfigError
 from gossamer.methods.base import Method, state_of
 from gossamer.mixing.groups import group_of, pull_of_random_groups, random_groups

@@ -50,6 +50,7 @@ class SimContext:
         self.training = False
         self.waits = 0  # for peers, under way
         self._loss_sum, self._loss_steps = 0.0, 0
+        self._scratch: Tensor | None = None
 
     @property
     def worker(self) -> int:
@@ -74,6 +75,11 @@ class SimContext:
     @property
     def replica(self) -> Replica:
         return self._replica
+
+    def scratch(self) -> Tensor:
+        if self._scratch is None:  # the engine's gradient is every worker's
+            self._scratch = torch.empty_like(self._replica.parameters)
+        return self._scratch
 
     def now(self) -> float:
         return self._world.loop.time()

@@ -150,6 +150,10 @@ class Engine:
         self.buffer_layout.store(self.model, replica.buffers, replica.counters)
         return self._gradient, loss
 
+    def scratch(self) -> Tensor:
+        """The gradient's memory [P], which each training call fills anew."""
+        return self._gradient
+
     def check_points(self, points: Sequence[Tensor], num_batches: int) -> None:
         """Raise `ConfigError` where there are no points, one is not [P], or there is no batch."""
         size = self.layout.numel
