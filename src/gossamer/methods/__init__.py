@@ -13,6 +13,7 @@ from gossamer.methods.data_parallel import DataParallel
 from gossamer.methods.decoupled_diloco import DecoupledDiLoCo
 from gossamer.methods.diloco import DiLoCo
 from gossamer.methods.dsgd import DSGD
+from gossamer.methods.eager_diloco import EagerDiLoCo
 from gossamer.methods.factored_gossip import FactoredGossip
 from gossamer.methods.fedac import FedAC
 from gossamer.methods.gasloc import GASLoC
@@ -51,6 +52,7 @@ METHODS: dict[str, type[Method]] = {
         DSGD,
         SGP,
         SlowMo,
+        EagerDiLoCo,
         DecoupledDiLoCo,
     )
 }
@@ -95,6 +97,7 @@ __all__ = [
     "DataParallel",
     "DecoupledDiLoCo",
     "DiLoCo",
+    "EagerDiLoCo",
     "FactoredGossip",
     "FedAC",
     "GASLoC",
