@@ -251,7 +251,17 @@ def test_an_average_of_survivors_conserves_the_sum_whatever_is_lost(
         mine = values[ctx.worker].clone()
         return await average_survivors(ctx, round_, "mix", mine), mine
 
+    async def beside(ctx: Context, round_: Round) -> tuple[tuple[int, ...], Tensor]:
+        mine, out = values[ctx.worker].clone(), torch.full((size,), torch.nan, dtype=values.dtype)
+        survivors = await average_survivors(ctx, round_, "mix", mine, out=out)
+        assert torch.equal(mine, values[ctx.worker])
+        return survivors, out
+
     outcome = run_workers(num_workers, work, network=failing(unit, probability), seed=seed)
+    other = run_workers(num_workers, beside, network=failing(unit, probability), seed=seed)
+    for worker, (survivors, mine) in outcome.results.items():
+        assert other.results[worker][0] == survivors
+        assert torch.equal(other.results[worker][1], mine)
     mixed = torch.stack([mine for _, mine in outcome.results.values()])
     assert outcome.recorded("results_lost") == 0
     assert torch.allclose(mixed.sum(0), values.sum(0), rtol=0, atol=1e-13 * num_workers)

@@ -19,7 +19,7 @@ import asyncio
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -179,6 +179,13 @@ class _Flight:
     chunks: list[Tensor]  # views of the values, by owner
     transfers: dict[int, Transfer]  # mine, by owner
 
+    def onto(self, segment: Tensor) -> _Flight:
+        """The same, to be averaged in `segment`, which takes the values."""
+        chunks = list(segment.tensor_split(len(self.workers)))
+        for chunk, mine in zip(chunks, self.chunks, strict=True):
+            chunk.copy_(mine)
+        return replace(self, chunks=chunks)
+
     def give_up(self, peers: Sequence[int]) -> None:
         """What these have not taken they need not take: its memory is about to be written to."""
         for peer in peers:
@@ -193,17 +200,21 @@ class _Pipeline:
         self, ctx: Context, tag: Tag, workers: tuple[int, ...], values: Tensor, *, exact: bool
     ) -> None:
         self._ctx, self._tag, self._exact = ctx, tag, exact
-        self._segments = _segments(values, len(workers))
+        self.segments = _segments(values, len(workers))
         self.flights: list[_Flight] = []
 
     def __len__(self) -> int:
-        return len(self._segments)
+        return len(self.segments)
+
+    def cut_alike(self, other: Tensor) -> list[Tensor]:
+        """The segments of a vector of the same length."""
+        return list(other.tensor_split(len(self)))
 
     def advance(self, index: int, workers: tuple[int, ...]) -> _Flight:
         """The contributions of segment `index`; those up to `_AHEAD` behind it leave as well."""
         for ahead in range(len(self.flights), min(index + _AHEAD + 1, len(self))):
             tag = self._tag._replace(segment=ahead)
-            segment = self._segments[ahead]
+            segment = self.segments[ahead]
             self.flights.append(_send_contributions(self._ctx, tag, workers, segment, self._exact))
         return self.flights[index]
 
@@ -252,6 +263,7 @@ async def average_survivors(
     *,
     group: Sequence[int] | None = None,
     exact: bool = False,
+    out: Tensor | None = None,
 ) -> tuple[int, ...]:
     """Average `values` in place over those of `group` whose links hold; the others keep their own.
 
@@ -259,6 +271,7 @@ async def average_survivors(
         values: flat, contiguous; same length on all workers of the group.
         group: sorted workers, by default the round's members.
         exact: charge the payload's own bytes (see `Context.send`).
+        out: like `values`; takes the average in their place, and they stay as they are.
 
     Returns:
         The survivors as this worker knows them; (worker,) alone where its own links failed.
@@ -266,8 +279,11 @@ async def average_survivors(
     check_finite(ctx, values, f"{kind} vector")
     workers = tuple(group if group is not None else round_.members.workers)
     if len(workers) == 1 or ctx.worker not in workers:
+        if out is not None:
+            out.copy_(values)
         return (ctx.worker,)
     pipeline = _Pipeline(ctx, round_.tag(kind), workers, values, exact=exact)
+    own = [] if out is None else pipeline.cut_alike(out)
     async with ctx.task_group() as tasks:
         finishing: list[asyncio.Task[None]] = []
         for index in range(len(pipeline)):
@@ -279,9 +295,13 @@ async def average_survivors(
             workers = survivors
             if len(workers) == 1:
                 break
+            if own:
+                flight = flight.onto(own.pop(0))
             if len(finishing) >= _AHEAD:
                 await finishing[-_AHEAD]
             finishing.append(tasks.start(_finish(ctx, flight, workers, contributions, exact)))
+    for segment, left in zip(own[::-1], pipeline.segments[::-1], strict=False):
+        segment.copy_(left)  # left out: they keep their own
     return workers
 
 

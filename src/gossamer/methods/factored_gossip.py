@@ -170,8 +170,8 @@ class FactoredGossip(Method):
     async def _mixed(self, ctx: Context, round_: Round, point: Tensor) -> Tensor:
         """Mix1(z) all the way; z itself where there is nobody to mix with."""
         if self.mix1 == "global":
-            base = point.clone()
-            await average_survivors(ctx, round_, "mix1", base)
+            base = torch.empty_like(point)
+            await average_survivors(ctx, round_, "mix1", point, out=base)
             return base
         partner = self._partner(ctx, round_, "mix1") if self.mix1 == "pair" else None
         if partner is None:
