@@ -39,8 +39,8 @@ from gossamer.training.text import TextTask
 INNER_STEPS, CYCLES, WORKERS = 24, 20, 8
 TUNING_SEED = 100
 SEEDS = (0, 1, 2)
-RATES = (5e-3, 1e-2, 2e-2)
-OUTER = ((0.7, 0.9), (0.4, 0.9), (0.7, 0.5))  # learning rate and momentum
+RATES = (2.5e-3, 5e-3)
+OUTER = ((0.4, 0.9), (0.7, 0.5), (0.7, 0.2))  # learning rate and momentum
 
 # A label is a method with settings that are tuned together.
 LABELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -145,7 +145,7 @@ def tries(label: str) -> list[dict[str, Any]]:
     """The runs that choose a label's learning rates; data parallel has no outer step."""
     base = {"label": label, "world": "equal", "workers": WORKERS, "cycles": CYCLES}
     if label == "data_parallel":
-        rates: tuple[float, ...] = (2.5e-3, *RATES, 4e-2)
+        rates: tuple[float, ...] = (1.25e-3, *RATES)
         return [{**base, "seed": TUNING_SEED, "rate": rate, "given": {}} for rate in rates]
     return [
         {**base, "seed": TUNING_SEED, "rate": rate,
