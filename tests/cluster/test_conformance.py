@@ -1,4 +1,4 @@
-"""Every transport keeps the rules of `gossamer.comm.transport`."""
+"""Every transport keeps the rules of `gossamer.comm.transport` and of `gossamer.comm.letters`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 
 from gossamer.cluster.certs import issue
 from gossamer.testing.conformance import CHECKS
-from gossamer.testing.harness import Harness
+from gossamer.testing.conformance_letters import LETTER_CHECKS
+from gossamer.testing.harness import Harness, LetterHarness
 from gossamer.testing.loopback import LoopbackHarness
 from gossamer.testing.namespaced import NamespaceHarness, namespaced
 from gossamer.testing.namespaces import missing
@@ -56,3 +57,14 @@ def harness(request: pytest.FixtureRequest, certs: Path) -> Harness:
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_rules_hold(check: Callable[[Harness], None], harness: Harness) -> None:
     check(harness)
+
+
+@pytest.mark.parametrize("check", LETTER_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("world", ["simulated", "simulated with latency", "loopback with TLS"])
+def test_the_rules_of_letters_hold(
+    check: Callable[[LetterHarness], None], world: str, certs: Path
+) -> None:
+    if world == "loopback with TLS":
+        check(LoopbackHarness(certs))
+    else:
+        check(SimHarness(latency_s=0.02 if "latency" in world else 0.0))

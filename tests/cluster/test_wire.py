@@ -45,6 +45,7 @@ headers = st.builds(
     sender_life=st.binary(min_size=16, max_size=16),
     receiver_life=st.binary(min_size=16, max_size=16),
     retry=st.booleans(),
+    note=st.none() | st.lists(st.integers(-(2**63), 2**63 - 1), max_size=16).map(tuple),
 )
 
 
@@ -121,8 +122,9 @@ def changed(offset: int, layout: str, value: int) -> bytes:
     ("frame", "reason"),
     [
         (changed(-6, ">I", 0x47455420), Reason.PROTOCOL),  # "GET "
-        (changed(-2, ">H", 2), Reason.PROTOCOL),  # another version
-        (changed(0, ">B", 4), Reason.MALFORMED),  # an unknown flag
+        (changed(-2, ">H", 3), Reason.PROTOCOL),  # another version
+        (changed(0, ">B", 8), Reason.MALFORMED),  # an unknown flag
+        (changed(0, ">B", 4), Reason.MALFORMED),  # a letter without a note
         (changed(1, ">B", 0), Reason.MALFORMED),  # unknown dtypes
         (changed(1, ">B", 200), Reason.MALFORMED),
         (changed(1, ">B", 2), Reason.SIZE),  # fp64 of the same length
@@ -152,8 +154,8 @@ def test_an_empty_tensor_cannot_have_an_absurd_shape() -> None:
 
 
 def test_another_version_is_told_which() -> None:
-    with pytest.raises(Refused, match="protocol version 2 here meets 1 there"):
-        wire.parse_header(changed(-2, ">H", 2))
+    with pytest.raises(Refused, match="protocol version 3 here meets 2 there"):
+        wire.parse_header(changed(-2, ">H", 3))
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,7 @@ class Sending:
         self._watchdog: Watchdog | None = None
         self._chunk_bytes = _FIRST_CHUNK_BYTES
         self._begun = self._withdrawing = False
+        self.is_written = False  # all of it has been handed over, in this attempt
         self._moved = -1  # bytes that the receiver has confirmed
         self._borrowed = 0
         self._go: asyncio.Future[int] | None = None  # from where to send
@@ -170,6 +171,7 @@ class Sending:
             self._done.add_done_callback(_mark_read)
         self._payload = None
         withdraws = self._begun and not self._withdrawing and not isinstance(error, PeerLost)
+        withdraws = withdraws and self.header.note is None  # a letter ends with its stream
         if at_once or not withdraws:
             self._done.set_exception(error)
         if withdraws:
@@ -270,7 +272,7 @@ class Sending:
         header = replace(self.header, receiver_life=self._route.life, retry=self._begun)
         self._sender.traffic.retries += self._begun
         self._go = asyncio.get_running_loop().create_future()
-        self._begun = True
+        self._begun, self.is_written = True, False
         method: aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
             f"/{SERVICE}/{MESSAGE}"
         )
@@ -347,6 +349,7 @@ class Sending:
                     checksum, place = await self._skip(raw, offset)
                 checksum = await self._put_chunks(call, raw, place, raw.numel(), checksum)
             await self._put(call, pack_trailer(checksum))
+            self.is_written = True
             await call.done_writing()
         except RPC_ERRORS:
             pass  # `_read` has the reason, or the verdict that made the receiver hang up

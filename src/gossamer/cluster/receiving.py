@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import zlib
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from grpc import aio
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gossamer.cluster.certs import worker_name
-from gossamer.cluster.inbox import Entry, Inbox, refusal_of
+from gossamer.cluster.inbox import Entry, refusal_of
 from gossamer.cluster.limits import Limits
 from gossamer.cluster.outbox import RPC_ERRORS, TAKEN, WAITS, WITHDRAWN, Traffic, error_of
 from gossamer.cluster.pacing import Line, Watchdog
@@ -31,6 +31,7 @@ from gossamer.cluster.wire import (
     pack_reply,
     parse_header,
 )
+from gossamer.errors import CommError
 
 _log = logging.getLogger(__name__)
 _PROGRESS_S = 0.2  # how often a sender hears of progress
@@ -38,6 +39,28 @@ _WARNINGS_MAX = 1000  # different ones in a process's life
 _STREAMS_SLACK = 64
 
 Context = aio.ServicerContext[bytes, bytes]
+
+
+class Box(Protocol):
+    """Where messages or letters come in; see `Inbox` and `Mailbox`."""
+
+    def offer(self, header: Header) -> Entry:
+        """One wants to come. Raises `Refused`; the entry's state says what is to be done."""
+
+    async def admit(self, entry: Entry, patience_s: float) -> bool:
+        """Wait for room, at most `patience_s`; whether there is."""
+
+    def complete(self, entry: Entry) -> None:
+        """It is there. Raises `Refused` where nobody wants it any more."""
+
+    def fail(self, entry: Entry, error: CommError) -> None:
+        """It will not come."""
+
+    def broken(self, entry: Entry, patience_s: float) -> None:
+        """Its stream broke; the sender may try again within `patience_s`."""
+
+    def withdraw(self, header: Header) -> bool:
+        """The sender gives it up. Whether it was taken before."""
 
 
 class _Stream:
@@ -64,14 +87,16 @@ class Receiver:
         life: bytes,
         *,
         limits: Limits,
-        inbox: Inbox,
+        inbox: Box,
+        mailbox: Box,
         line: Line,
         delay_s: float,
         traffic: Traffic,
         secure: bool,
     ) -> None:
         self._worker, self._run_id, self._life = worker, run_id, life
-        self._limits, self._inbox, self._line = limits, inbox, line
+        self._limits, self._line = limits, line
+        self._inbox, self._mailbox = inbox, mailbox
         self._delay_s, self._traffic, self._secure = delay_s, traffic, secure
         self._streams: dict[int, int] = {}  # by sender
         self._warned: set[tuple[Reason, str]] = set()  # membership tests only
@@ -82,7 +107,7 @@ class Receiver:
         """The handler of one message's stream."""
         stream = _Stream()
         entry: Entry | None = None
-        sender = -1
+        sender, box = -1, self._inbox
         try:
             try:
                 header = await self._header(context)
@@ -90,22 +115,23 @@ class Receiver:
                 self._streams[sender] = self._streams.get(sender, 0) + 1
                 if self._streams[sender] > 2 * (self._limits.streams_max + _STREAMS_SLACK):
                     raise Refused(Reason.CROWDED, "too many messages at a time")
-                entry = self._inbox.offer(header)
+                box = self._box_of(header)
+                entry = box.offer(header)
                 if entry.in_flight:
                     entry.stop = stream.stop
-                    await self._take(entry, context)
+                    await self._take(box, entry, context)
                 await self._reply(context, Reply("accepted"))
             except Refused as refused:
-                await self._refuse(context, entry, stream, refused)
+                await self._refuse(context, box, entry, stream, refused)
             except asyncio.CancelledError:
                 if not stream.stopped or entry is None:
                     raise
                 stream.task.uncancel()
                 if entry.error is not None:  # else the sender has opened another stream for it
-                    await self._refuse(context, entry, stream, refusal_of(entry))
+                    await self._refuse(context, box, entry, stream, refusal_of(entry))
         except (asyncio.CancelledError, *RPC_ERRORS) as error:
             if entry is not None and entry.stop == stream.stop:
-                self._inbox.broken(entry, self._limits.keepalive)
+                box.broken(entry, self._limits.keepalive)
             if isinstance(error, asyncio.CancelledError):
                 raise
         finally:
@@ -120,7 +146,10 @@ class Receiver:
             self._note(refused, context)
             return WITHDRAWN
         self._traffic.bytes_received += len(request)
-        return TAKEN if self._inbox.withdraw(header) else WITHDRAWN
+        return TAKEN if self._box_of(header).withdraw(header) else WITHDRAWN
+
+    def _box_of(self, header: Header) -> Box:
+        return self._inbox if header.note is None else self._mailbox
 
     async def _header(self, context: Context) -> Header:
         try:
@@ -158,17 +187,17 @@ class Receiver:
             raise Refused(Reason.LIFE, f"worker {self._worker} has started again")
         return header
 
-    async def _take(self, entry: Entry, context: Context) -> None:
+    async def _take(self, box: Box, entry: Entry, context: Context) -> None:
         """Receive the rest of a payload and hand it over."""
         patience_s = 0.0  # who must wait hears of it at once: others can be sent meanwhile
-        while not await self._inbox.admit(entry, patience_s):
+        while not await box.admit(entry, patience_s):
             await self._reply(context, Reply("progress", entry.received))
             patience_s = self._limits.keepalive / 4
         if entry.error is not None:
             raise refusal_of(entry)
         await self._reply(context, Reply("go", entry.received, self._life))
         stalled = Refused(Reason.SLOW, f"nothing came for {self._limits.keepalive:g} s")
-        dog = Watchdog(self._limits.keepalive, lambda: self._inbox.fail(entry, stalled))
+        dog = Watchdog(self._limits.keepalive, lambda: box.fail(entry, stalled))
         try:
             await self._fill(entry, context, dog)
             trailer = await context.read()
@@ -179,7 +208,7 @@ class Receiver:
         self._traffic.bytes_received += len(trailer)
         check_trailer(trailer, entry.checksum)
         await asyncio.sleep(self._delay_s)
-        self._inbox.complete(entry)
+        box.complete(entry)
         self._traffic.taken_in += 1
 
     async def _fill(self, entry: Entry, context: Context, dog: Watchdog) -> None:
@@ -225,16 +254,21 @@ class Receiver:
         await context.write(frame)
 
     async def _refuse(
-        self, context: Context, entry: Entry | None, stream: _Stream, refused: Refused
+        self,
+        context: Context,
+        box: Box,
+        entry: Entry | None,
+        stream: _Stream,
+        refused: Refused,
     ) -> None:
         """Tell both ends, and whoever reads the log once."""
         self._note(refused, context)
         if entry is not None and entry.stop == stream.stop:
             entry.stop = None
             if refused.reason is Reason.TRUNCATED:  # so a connection that breaks looks as well
-                self._inbox.broken(entry, self._limits.keepalive)
+                box.broken(entry, self._limits.keepalive)
             else:
-                self._inbox.fail(entry, error_of(refused.reason, str(refused)))
+                box.fail(entry, error_of(refused.reason, str(refused)))
         await self._reply(context, Reply("refused", reason=refused.reason, text=str(refused)))
         # A stream that ends while its sender writes shows there as an error and hides the verdict:
         # give it a moment to read that and hang up.

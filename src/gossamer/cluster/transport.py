@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gossamer.cluster.certs import Credentials, channel_options, worker_name
 from gossamer.cluster.inbox import CONTROL_BYTES_MAX, Inbox
+from gossamer.cluster.letters import Letters, Mailbox
 from gossamer.cluster.limits import Limits
 from gossamer.cluster.outbox import (
     EAGER_BYTES_MAX,
@@ -36,6 +37,7 @@ from gossamer.cluster.pacing import Line
 from gossamer.cluster.receiving import Receiver
 from gossamer.cluster.wire import CHUNK_BYTES_MAX, HEADER_BYTES_MAX, ID_BYTES, NO_LIFE, Header
 from gossamer.comm.context import Tag
+from gossamer.comm.letters import Letter
 from gossamer.errors import CommError, ConfigError, LinkFailed, PeerLost, check
 
 _RPCS_MAX = 4096
@@ -83,6 +85,8 @@ class GrpcTransport:
         self.traffic = Traffic()
         self.life = os.urandom(ID_BYTES)
         self._inbox = Inbox(worker, self._limits)
+        self.mailbox = Mailbox(worker, self._limits)
+        self.letters = Letters(worker, run_id, self.life, self._start_letter)
         self._delay_s, self._up, self._down = delay_s, Line(rate), Line(rate)
         self._peers: dict[int, _Peer] = {}
         self._sendings: dict[Sending, None] = {}
@@ -105,6 +109,7 @@ class GrpcTransport:
             self.life,
             limits=self._limits,
             inbox=self._inbox,
+            mailbox=self.mailbox,
             line=self._down,
             delay_s=self._delay_s,
             traffic=self.traffic,
@@ -137,8 +142,12 @@ class GrpcTransport:
         return f"{shown}:{port}"
 
     async def close(self, grace_s: float) -> None:
-        """Let what is on its way arrive, for at most `grace_s`; then end everything."""
+        """Let what is on its way arrive, for at most `grace_s`; then end everything.
+
+        Nobody waits for letters.
+        """
         self._closed = True
+        self.letters.abandon(LinkFailed(f"worker {self.worker} is shutting down"))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self.settled()
@@ -146,6 +155,7 @@ class GrpcTransport:
             sending.abandon(LinkFailed(f"worker {self.worker} is shutting down"))
         await self.settled()
         self._inbox.close()
+        self.mailbox.close()
         if self._lookout is not None:
             self._lookout.cancel()
             await asyncio.wait([self._lookout])
@@ -226,12 +236,16 @@ class GrpcTransport:
     def peer_lost(self, worker: int) -> None:
         """See `Transport.peer_lost`."""
         self._inbox.peer_lost(worker)
+        self.mailbox.peer_lost(worker)
+        gone = PeerLost(f"worker {worker} is gone")
+        self.letters.abandon(gone, worker)
         for sending in [s for s in self._sendings if s.header.receiver == worker]:
-            sending.abandon(PeerLost(f"worker {worker} is gone"))
+            sending.abandon(gone)
 
     def peer_back(self, worker: int) -> None:
         """See `Transport.peer_back`; `set_peer` as well where it is elsewhere."""
         self._inbox.peer_back(worker)
+        self.mailbox.peer_back(worker)
         self._peer(worker).life = NO_LIFE
 
     def peer_finished(self, worker: int) -> None:
@@ -250,7 +264,36 @@ class GrpcTransport:
         """Bytes of a peer's messages that lie here."""
         return self._inbox.untaken_bytes(worker)
 
+    def post(
+        self,
+        dst: int,
+        kind: str,
+        payload: Tensor,
+        *,
+        step: int,
+        part: int = 0,
+        note: tuple[int, ...] = (),
+        exact: bool = False,
+    ) -> None:
+        """See `Mail.post`."""
+        check(not self._closed, "a transport that is closed sends nothing")
+        check(dst != self.worker, "a worker sends nothing to itself")
+        if not self._inbox.is_lost(dst):
+            self.letters.post(dst, kind, payload, step=step, part=part, note=note, exact=exact)
+
+    def poll(self, src: int, kind: str, part: int = 0) -> Letter | None:
+        """See `Mail.poll`."""
+        return self.mailbox.poll(src, kind, part)
+
+    async def mail(self, seen: int, timeout: float | None = None) -> int:
+        """See `Mail.mail`."""
+        return await self.mailbox.mail(seen, timeout)
+
     # ---------------------------------------------------------------------------------- its tasks
+
+    def _start_letter(self, header: Header, payload: Tensor, control: bool) -> Sending:
+        route = self._peer(header.receiver)
+        return Sending(header, payload, route, self._sender, control=control)
 
     def _peer(self, worker: int) -> _Peer:
         if worker not in self._peers:

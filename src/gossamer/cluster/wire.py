@@ -27,11 +27,12 @@ from torch import Tensor
 from gossamer.comm.context import Tag
 from gossamer.errors import LinkFailed
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 HEADER_BYTES_MAX = 4096
 CHUNK_BYTES_MAX = 1 << 20
 REASON_BYTES_MAX = 512
 DIMENSIONS_MAX = 64  # as torch has it
+NOTE_NUMBERS_MAX = 16
 ID_BYTES = 16  # of a message, and of one life of a worker
 _ELEMENTS_MAX = 1 << 48
 NO_LIFE = bytes(ID_BYTES)
@@ -42,7 +43,7 @@ _START = struct.Struct(">4sH")  # magic, version: the same in every version of t
 _FIXED = struct.Struct(">BBBIIqqqqqqqQ16s16s16s")
 _CHECKSUM = struct.Struct(">I")
 _TRAILER_MAGIC = b"GEND"
-_EXACT, _RETRY = 1, 2
+_EXACT, _RETRY, _LETTER = 1, 2, 4
 
 DTYPES: dict[int, torch.dtype] = {
     1: torch.float32, 2: torch.float64, 3: torch.float16, 4: torch.bfloat16,
@@ -104,6 +105,7 @@ class Header:
             receiver's is `NO_LIFE` until it has said it.
         retry: the transport tries again because the connection broke.
         codec: how the payload is written.
+        note: of a letter (`gossamer.comm.letters`), at most 16 numbers of 64 bits; None: a message.
     """
 
     run_id: str
@@ -118,6 +120,7 @@ class Header:
     receiver_life: bytes = NO_LIFE
     retry: bool = False
     codec: str = "raw"
+    note: tuple[int, ...] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -134,7 +137,10 @@ def pack_header(header: Header) -> bytes:
     texts = [text.encode() for text in (header.run_id, header.tag.kind, header.codec)]
     if any(not 0 < len(text) <= 64 for text in texts):
         raise ValueError(f"run id, kind and codec need 1 to 64 bytes each, got {texts}")
+    if len(header.note or ()) > NOTE_NUMBERS_MAX:
+        raise ValueError(f"a note has at most {NOTE_NUMBERS_MAX} numbers, got {header.note}")
     flags = (_EXACT if header.exact else 0) | (_RETRY if header.retry else 0)
+    flags |= 0 if header.note is None else _LETTER
     try:
         body = _START.pack(_MAGIC, PROTOCOL_VERSION) + _FIXED.pack(
             flags,
@@ -149,6 +155,8 @@ def pack_header(header: Header) -> bytes:
             header.receiver_life,
         )
         body += struct.pack(f">{len(header.shape)}Q", *header.shape)
+        if header.note is not None:
+            body += struct.pack(f">B{len(header.note)}q", len(header.note), *header.note)
     except struct.error as error:
         raise ValueError(f"{header.tag} cannot be sent: {error}") from None
     for text in texts:
@@ -178,12 +186,15 @@ def parse_header(frame: bytes) -> Header:
         raise Refused(Reason.MALFORMED, "the header's checksum differs")
     flags, code, num_dims, sender, receiver, *rest = _FIXED.unpack_from(body, _START.size)
     numbers, (num_bytes, message_id, sender_life, receiver_life) = rest[:7], rest[7:]
-    if flags & ~(_EXACT | _RETRY) or code not in DTYPES or num_dims > DIMENSIONS_MAX:
+    if flags & ~(_EXACT | _RETRY | _LETTER) or code not in DTYPES or num_dims > DIMENSIONS_MAX:
         raise Refused(Reason.MALFORMED, f"{flags=}, dtype {code}, {num_dims} dimensions")
     if min(numbers) < 0:
         raise Refused(Reason.MALFORMED, f"a tag with negative numbers: {numbers}")
     place = _START.size + _FIXED.size
     shape, place = _parse_shape(body, place, num_dims)
+    note: tuple[int, ...] | None = None
+    if flags & _LETTER:
+        note, place = _parse_note(body, place)
     (run_id, kind, codec), place = _parse_texts(body, place)
     if place != len(body):
         raise Refused(Reason.MALFORMED, f"{len(body) - place} bytes behind the header's end")
@@ -202,6 +213,7 @@ def parse_header(frame: bytes) -> Header:
         receiver_life=receiver_life,
         retry=bool(flags & _RETRY),
         codec=codec,
+        note=note,
     )
     if header.num_bytes != num_bytes:
         raise Refused(
@@ -219,6 +231,14 @@ def _parse_shape(body: bytes, place: int, num_dims: int) -> tuple[tuple[int, ...
     if math.prod(max(size, 1) for size in shape) > _ELEMENTS_MAX:
         raise Refused(Reason.SIZE, f"absurd shape {_short(shape)}")
     return shape, end
+
+
+def _parse_note(body: bytes, place: int) -> tuple[tuple[int, ...], int]:
+    count = body[place] if place < len(body) else NOTE_NUMBERS_MAX + 1
+    end = place + 1 + 8 * count
+    if count > NOTE_NUMBERS_MAX or end > len(body):
+        raise Refused(Reason.MALFORMED, "the header ends in a note, or a note is too long")
+    return struct.unpack_from(f">{count}q", body, place + 1), end
 
 
 def _parse_texts(body: bytes, place: int) -> tuple[list[str], int]:

@@ -1,10 +1,18 @@
 """Letters: what is sent without anybody waiting for it, and of which only the newest counts.
 
-A letter is known by (sender, kind, part) and has a step number. Of each the receiver keeps the
-newest that has come and not been taken; a newer one takes an older one back that is still on its
-way, so that a thin line never carries what nobody needs. Letters belong to no round: none is
-refused as late, and none says that its sender has gone on. A letter that is lost is lost silently;
-whoever relies on letters sends again.
+Rules that every world keeps (`gossamer.testing` has the checks):
+
+- A letter is known by (sender, kind, part) and has a step number. Of each the receiver keeps the
+  newest that has come and not been taken. It is taken once; what is as old or older never comes
+  after it.
+- A newer one takes an older one back whose bytes have not all left, so that a thin line never
+  carries what nobody needs. One that has left arrives: letters that are sent faster than the way is
+  long are not all lost.
+- Letters belong to no round: none is refused as late, none says that its sender has gone on, and
+  nobody waits for one to be delivered.
+- A letter that is lost is lost silently, as is one with NaN or infinity that is not `exact`;
+  whoever relies on letters sends again.
+- Who comes back has an empty mailbox, and its letters count from the beginning.
 
 For whom messages and collectives are, see `gossamer.comm.context`.
 """
@@ -35,6 +43,29 @@ class Letter:
     step: int
     note: tuple[int, ...]
     payload: Tensor
+
+
+class Mail(Protocol):
+    """One place's end of the letter service; see `LetterContext`."""
+
+    def post(
+        self,
+        dst: int,
+        kind: str,
+        payload: Tensor,
+        *,
+        step: int,
+        part: int = 0,
+        note: tuple[int, ...] = (),
+        exact: bool = False,
+    ) -> None:
+        """Send a letter."""
+
+    def poll(self, src: int, kind: str, part: int = 0) -> Letter | None:
+        """Take the newest letter, if one has come."""
+
+    async def mail(self, seen: int, timeout: float | None = None) -> int:
+        """Wait for news after `seen`; how much there is."""
 
 
 @runtime_checkable

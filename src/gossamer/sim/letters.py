@@ -13,7 +13,8 @@ from gossamer.comm.context import Tag
 from gossamer.comm.letters import Letter
 from gossamer.errors import CommError, DataRace
 from gossamer.sim.clock import VirtualLoop, to_ns
-from gossamer.sim.network import Flow, SimNetwork
+from gossamer.sim.flow import Flow, FlowState
+from gossamer.sim.network import SimNetwork
 from gossamer.sim.post import digest
 
 Key = tuple[int, str, int]  # sender, kind, part
@@ -46,7 +47,8 @@ class Letters:
     ) -> None:
         self._loop, self._network, self._is_alive = loop, network, is_alive
         self._boxes = [_Box() for _ in range(num_places)]
-        self._flying: dict[tuple[int, Key], Flow] = {}
+        self._flying: dict[Flow, None] = {}
+        self._leaving: dict[tuple[int, Key], Flow] = {}  # by receiver: the newest
 
     def send(
         self,
@@ -61,10 +63,11 @@ class Letters:
         num_bytes: int,
         exact: bool,
     ) -> None:
-        """Start a transfer of `num_bytes`, in place of an older letter still on its way."""
+        """Start a transfer of `num_bytes`, in place of an older letter that has not all left."""
         key = (src, kind, part)
-        older = self._flying.pop((dst, key), None)
-        if older is not None:
+        older = self._leaving.pop((dst, key), None)
+        if older in self._flying and older.state is not FlowState.ARRIVING:
+            del self._flying[older]
             self._network.cancel(older)
         if not self._is_alive(dst):
             return
@@ -72,14 +75,15 @@ class Letters:
         letter = Letter(src, step, note, payload)
 
         def arrive(flow: Flow, error: CommError | None) -> None:
-            if self._flying.get((dst, key)) is flow:
-                del self._flying[dst, key]
+            if flow in self._flying:
+                del self._flying[flow]
                 self._deliver(dst, key, letter, fingerprint, error, exact=exact)
 
         tag = Tag(kind, 0, step=step, part=part)
         flow = Flow(src=src, dst=dst, num_bytes=num_bytes, tag=tag, on_done=arrive)
         flow.control, flow.subject_to_failure = exact, not exact
-        self._flying[dst, key] = flow
+        self._flying[flow] = None
+        self._leaving[dst, key] = flow
         self._network.start(flow)
 
     def _deliver(
@@ -98,7 +102,9 @@ class Letters:
                 "send a copy"
             )
         box = self._boxes[dst]
-        if error is not None or not self._is_alive(dst) or not is_finite(letter.payload):
+        if error is not None or not self._is_alive(dst):
+            return
+        if not exact and not is_finite(letter.payload):
             return
         if letter.step <= box.newest.get(key, -1):
             return  # a newer one, or this one, has come before
@@ -140,8 +146,8 @@ class Letters:
     def gone(self, place: int) -> None:
         """A process is gone, with what it had; the network has failed what was on its way."""
         self._boxes[place] = _Box(news=self._boxes[place].news)
-        for key in [k for k in self._flying if k[0] == place or k[1][0] == place]:
-            del self._flying[key]
+        for flow in [f for f in self._flying if place in (f.src, f.dst)]:
+            del self._flying[flow]
         self.tell_all()
 
     def back(self, place: int) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gossamer.comm.context import Tag
+from gossamer.comm.letters import Mail
 from gossamer.comm.transport import Transport
 from gossamer.errors import CommError
 
@@ -55,6 +56,39 @@ class Harness(Protocol):
 
         `rate`: bytes per second of each worker's line, each way; None: fast.
         """
+
+
+class LetterEnds(Protocol):
+    """Some places' ends of the letter service, and the means to hurt them; see `Endpoints`."""
+
+    keepalive_s: float
+
+    def letters(self, worker: int) -> Mail:
+        """The place's end; after `revive` the new one."""
+
+    async def kill(self, worker: int) -> None:
+        """End the place's process without a word, and let the others know that it is gone."""
+
+    async def revive(self, worker: int) -> None:
+        """Start the place's process again, and let the others know."""
+
+    def cut(self, first: int, second: int) -> None:
+        """Let nothing through between the two, without a word to either."""
+
+    def restore(self, first: int, second: int) -> None:
+        """Let everything through again."""
+
+
+LetterScenario = Callable[[LetterEnds], Coroutine[Any, Any, None]]
+
+
+class LetterHarness(Protocol):
+    """Runs scenarios on one kind of letter service."""
+
+    def run_letters(
+        self, num_places: int, scenario: LetterScenario, *, rate: float | None = None
+    ) -> None:
+        """As `Harness.run`."""
 
 
 class ConformanceError(AssertionError):

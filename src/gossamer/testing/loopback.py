@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from gossamer.cluster.certs import Credentials, worker_name
 from gossamer.cluster.limits import Limits
 from gossamer.cluster.transport import GrpcTransport
 from gossamer.comm.context import Tag
-from gossamer.testing.harness import Scenario
+from gossamer.testing.harness import LetterScenario, Scenario
 
 KEEPALIVE_S = 1.0
 _SCENARIO_S = 60.0
@@ -143,6 +145,9 @@ class _Endpoints:
     def __getitem__(self, worker: int) -> GrpcTransport:
         return self._transports[worker]
 
+    def letters(self, worker: int) -> GrpcTransport:
+        return self._transports[worker]
+
     def now(self) -> float:
         return asyncio.get_running_loop().time()
 
@@ -199,7 +204,15 @@ class LoopbackHarness:
         """See `Harness.run`. Raises `RuntimeError` where a task is left over at the end."""
         asyncio.run(self._run(num_workers, scenario, rate))
 
-    async def _run(self, num_workers: int, scenario: Scenario, rate: float | None) -> None:
+    def run_letters(
+        self, num_places: int, scenario: LetterScenario, *, rate: float | None = None
+    ) -> None:
+        """See `LetterHarness.run_letters`."""
+        asyncio.run(self._run(num_places, scenario, rate))
+
+    async def _run(
+        self, num_workers: int, scenario: Callable[[_Endpoints], Any], rate: float | None
+    ) -> None:
         ends = _Endpoints(num_workers, self._certs, self._limits, rate)
         async with asyncio.timeout(_SCENARIO_S):
             await ends.open()
