@@ -39,6 +39,7 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("dsgd", {"inner_steps": 6, "order": "adapt_then_combine", "topology": "random_pairs"}),
     ("dsgd", {"inner_steps": 6, "local_steps": 2}),
     ("sgp", {"inner_steps": 6}),
+    ("streaming_diloco", {"inner_steps": 6, "fragments": 3, "fragmentation": "balanced"}),
     ("eager_diloco", {"inner_steps": 6}),
     ("slowmo", {"inner_steps": 6}),
     ("slowmo", {"inner_steps": 6, "base": "gossip"}),

@@ -28,6 +28,7 @@ from gossamer.methods.sgp import SGP
 from gossamer.methods.slowcal_sgd import SlowcalSGD
 from gossamer.methods.slowmo import SlowMo
 from gossamer.methods.storm import Storm
+from gossamer.methods.streaming_diloco import StreamingDiLoCo
 
 METHODS: dict[str, type[Method]] = {
     method.name: method
@@ -52,6 +53,7 @@ METHODS: dict[str, type[Method]] = {
         DSGD,
         SGP,
         SlowMo,
+        StreamingDiLoCo,
         EagerDiLoCo,
         DecoupledDiLoCo,
     )
@@ -112,5 +114,6 @@ __all__ = [
     "SlowMo",
     "SlowcalSGD",
     "Storm",
+    "StreamingDiLoCo",
     "build_method",
 ]
