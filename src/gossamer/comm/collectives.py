@@ -11,31 +11,35 @@ Both cut the values into one chunk per worker, which its owner gathers, averages
 2 (M-1)/M of the values sent per worker, as a ring would, in two latencies instead of 2 (M-1).
 Long vectors go in segments, one behind the other: while a segment is averaged and handed back, the
 next ones are on their way, so that the links never rest and little memory is needed.
+
+With a codec (`comm.coding`) a worker encodes what it sends to an owner, and the owner the mean; all
+take what that decodes to, the owner as well, so that all hold the same bits.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from gossamer.comm.coding import AS_IS, Coding, Written, joined
 from gossamer.comm.context import Context, Round, Tag, Transfer
+from gossamer.comm.delivery import recv_until_delivered, send_until_delivered
 from gossamer.errors import (
     CollectiveFailed,
     CommError,
-    LinkFailed,
+    EncodingError,
     NonFiniteError,
     OutOfSync,
+    PayloadCorrupt,
     TimedOut,
 )
 
 ATTEMPTS_MAX = 1000  # of one all-reduce; far beyond any link that is worth using
-RESENDS_MAX = 20  # of one averaged chunk
 SEGMENTS_MAX = 8  # a link that fails is noticed after the first, and the rest does without it
 SEGMENT_MESSAGES_MAX = 64  # segments times workers: each worker sends so many pieces, twice
 SEGMENT_VALUES_MIN = 1024  # no segment is shorter
@@ -69,7 +73,13 @@ def is_finite(values: Tensor) -> bool:
 
 
 async def all_reduce_until_complete(
-    ctx: Context, round_: Round, kind: str, values: Tensor, *, step: int = 0
+    ctx: Context,
+    round_: Round,
+    kind: str,
+    values: Tensor,
+    *,
+    step: int = 0,
+    coding: Coding = AS_IS,
 ) -> Round:
     """Average `values` over the members in place, repeating the whole all-reduce until it holds.
 
@@ -78,12 +88,14 @@ async def all_reduce_until_complete(
         kind: what the bytes are for, in the ledger.
         values: contiguous, same shape on all members; overwritten with the mean.
         step: position in the round, where a round has several.
+        coding: how they are sent.
 
     Returns:
         The round with the members of the attempt that succeeded (workers that are gone left out).
 
     Raises:
-        NonFiniteError: this worker's own values are not finite; nothing was sent.
+        NonFiniteError: this worker's own values are not finite, and nothing was sent; or they are
+            more than the codec can hold.
         OutOfSync: this worker is no longer a member, or another has gone on without it.
         CollectiveFailed: `ATTEMPTS_MAX` attempts failed.
     """
@@ -94,7 +106,7 @@ async def all_reduce_until_complete(
             raise OutOfSync(f"worker {ctx.worker} is no longer a member in round {round_.index}")
         try:
             tag = round_.tag(kind, step=step, attempt=attempt)
-            await all_reduce_mean(ctx, tag, round_.members.workers, values)
+            await all_reduce_mean(ctx, tag, round_.members.workers, values, coding)
         except CollectiveFailed:
             ctx.record("retries", 1.0)
             epoch, round_ = round_.members.epoch, ctx.refresh_members(round_)
@@ -105,7 +117,9 @@ async def all_reduce_until_complete(
     raise CollectiveFailed(f"{kind} all-reduce of round {round_.index}: {ATTEMPTS_MAX} attempts")
 
 
-async def all_reduce_mean(ctx: Context, tag: Tag, workers: Sequence[int], values: Tensor) -> None:
+async def all_reduce_mean(
+    ctx: Context, tag: Tag, workers: Sequence[int], values: Tensor, coding: Coding = AS_IS
+) -> None:
     """All-reduce: `values` becomes the mean over `workers`, or `CollectiveFailed`.
 
     In place; after a failure `values` is unchanged. It runs to its end even where a link has
@@ -118,31 +132,32 @@ async def all_reduce_mean(ctx: Context, tag: Tag, workers: Sequence[int], values
     late: set[int] = set()  # membership tests only
     peers = [worker for worker in members if worker != ctx.worker]
     results_tag = tag._replace(phase=1)
-    pipeline = _Pipeline(ctx, tag, members, values, exact=False)
-    means: list[Tensor] = []
+    pipeline = _Pipeline(ctx, tag, members, coding.of(values), exact=False)
+    means: list[_Mean] = []
     transfers: list[Transfer] = []
     intact = True
     for index in range(len(pipeline)):
         flight = pipeline.advance(index, members)
         received = await _receive_contributions(ctx, flight, members, late=late)
         intact &= len(received) == len(members)
-        means.append(mean_of([received[worker] for worker in members if worker in received]))
+        means.append(_mean_of_chunk(ctx, flight, received))
         part = results_tag._replace(segment=index)
-        transfers += [ctx.send(peer, part, means[index]) for peer in peers]
+        transfers += [ctx.send(peer, part, means[index].payload) for peer in peers]
     results: list[dict[int, Tensor]] = []
-    for index, mean in enumerate(means):
-        theirs = await _receive_all(ctx, results_tag._replace(segment=index), peers, late=late)
-        intact &= len(theirs) == len(peers)
-        results.append({ctx.worker: mean, **theirs})
+    for index, flight in enumerate(pipeline.flights):
+        part = results_tag._replace(segment=index)
+        results.append(await _receive_all(ctx, part, peers, late=late, chunks=flight.chunks))
+        intact &= len(results[index]) == len(peers)
     if not await _vote(ctx, tag._replace(phase=2), members, intact, late):
         for flight in pipeline.flights:
             flight.give_up(peers)
         for transfer in transfers:
             transfer.cancel()
         raise CollectiveFailed(f"{tag.kind} all-reduce, attempt {tag.attempt}")
-    for flight, result in zip(pipeline.flights, results, strict=True):
-        for worker, chunk in zip(members, flight.chunks, strict=True):
-            chunk.copy_(result[worker])
+    for flight, mean, result in zip(pipeline.flights, means, results, strict=True):
+        flight.chunks[ctx.worker].adopt_own(mean.exact, mean.decoded, len(members))
+        for peer in peers:
+            flight.chunks[peer].adopt(result[peer], flight.payloads[peer])
 
 
 def mean_of(values: Sequence[Tensor]) -> Tensor:
@@ -162,12 +177,10 @@ def mean_of(values: Sequence[Tensor]) -> Tensor:
     return total.div_(len(values)).add_(first)
 
 
-def _segments(values: Tensor, num_workers: int) -> list[Tensor]:
+def _segments(vector: Written, num_workers: int) -> list[Written]:
     """The segments of a flat vector, as views."""
-    count = min(
-        SEGMENTS_MAX, SEGMENT_MESSAGES_MAX // num_workers, values.numel() // SEGMENT_VALUES_MIN
-    )
-    return list(values.tensor_split(max(1, count)))
+    most = vector.values.numel() // SEGMENT_VALUES_MIN
+    return vector.split(max(1, min(SEGMENTS_MAX, SEGMENT_MESSAGES_MAX // num_workers, most)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,15 +189,17 @@ class _Flight:
 
     tag: Tag
     workers: tuple[int, ...]
-    chunks: list[Tensor]  # views of the values, by owner
+    chunks: dict[int, Written]  # views of the values, by owner
+    payloads: dict[int, Tensor]  # mine, by owner
     transfers: dict[int, Transfer]  # mine, by owner
 
     def onto(self, segment: Tensor) -> _Flight:
         """The same, to be averaged in `segment`, which takes the values."""
-        chunks = list(segment.tensor_split(len(self.workers)))
-        for chunk, mine in zip(chunks, self.chunks, strict=True):
-            chunk.copy_(mine)
-        return replace(self, chunks=chunks)
+        places = segment.tensor_split(len(self.workers))
+        return replace(self, chunks={
+            worker: chunk.onto(place)
+            for (worker, chunk), place in zip(self.chunks.items(), places, strict=True)
+        })  # fmt: skip
 
     def give_up(self, peers: Sequence[int]) -> None:
         """What these have not taken they need not take: its memory is about to be written to."""
@@ -197,10 +212,10 @@ class _Pipeline:
     """The segments of one average, whose contributions leave before they are waited for."""
 
     def __init__(
-        self, ctx: Context, tag: Tag, workers: tuple[int, ...], values: Tensor, *, exact: bool
+        self, ctx: Context, tag: Tag, workers: tuple[int, ...], vector: Written, *, exact: bool
     ) -> None:
         self._ctx, self._tag, self._exact = ctx, tag, exact
-        self.segments = _segments(values, len(workers))
+        self.segments = _segments(vector, len(workers))
         self.flights: list[_Flight] = []
 
     def __len__(self) -> int:
@@ -220,25 +235,47 @@ class _Pipeline:
 
 
 def _send_contributions(
-    ctx: Context, tag: Tag, workers: tuple[int, ...], values: Tensor, exact: bool
+    ctx: Context, tag: Tag, workers: tuple[int, ...], vector: Written, exact: bool
 ) -> _Flight:
     """Send every owner its chunk of mine.
 
     The tag names the group: workers whose views of it differ cut differently, and must not meet.
     """
     tag = tag._replace(part=_group_digest(workers))
-    chunks = list(values.tensor_split(len(workers)))
+    chunks = dict(zip(workers, vector.split(len(workers)), strict=True))
     rank = workers.index(ctx.worker)
+    payloads: dict[int, Tensor] = {}
     transfers: dict[int, Transfer] = {}
     for distance in range(1, len(workers)):
-        owner = (rank + distance) % len(workers)
-        transfers[workers[owner]] = ctx.send(workers[owner], tag, chunks[owner], exact=exact)
-    return _Flight(tag, workers, chunks, transfers)
+        owner = workers[(rank + distance) % len(workers)]
+        payloads[owner] = _encoded(ctx, tag.kind, chunks[owner], chunks[owner].source)
+        transfers[owner] = ctx.send(owner, tag, payloads[owner], exact=exact)
+    return _Flight(tag, workers, chunks, payloads, transfers)
 
 
-def _bounds(views: Sequence[Tensor]) -> list[int]:
-    """Where to cut the concatenation of `views` to have them again."""
-    return list(itertools.accumulate(view.numel() for view in views))[:-1]
+def _encoded(ctx: Context, kind: str, chunk: Written, values: Tensor) -> Tensor:
+    """The payload of a chunk's values. `NonFiniteError` where the codec has no number for one."""
+    try:
+        return chunk.encode(values)
+    except EncodingError as error:
+        raise non_finite(ctx, f"{kind} vector ({error})") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Mean:
+    """The mean of my chunk: as computed, as sent, and as everybody takes it."""
+
+    exact: Tensor
+    payload: Tensor
+    decoded: Tensor
+
+
+def _mean_of_chunk(ctx: Context, flight: _Flight, contributions: Mapping[int, Tensor]) -> _Mean:
+    """Of those contributions that there are, in the order of the workers."""
+    chunk = flight.chunks[ctx.worker]
+    mean = mean_of([contributions[w] for w in flight.workers if w in contributions])
+    payload = _encoded(ctx, flight.tag.kind, chunk, mean)
+    return _Mean(mean, payload, chunk.decode(payload))
 
 
 async def _vote(ctx: Context, tag: Tag, workers: Sequence[int], yes: bool, late: set[int]) -> bool:
@@ -264,6 +301,7 @@ async def average_survivors(
     group: Sequence[int] | None = None,
     exact: bool = False,
     out: Tensor | None = None,
+    coding: Coding = AS_IS,
 ) -> tuple[int, ...]:
     """Average `values` in place over those of `group` whose links hold; the others keep their own.
 
@@ -272,6 +310,7 @@ async def average_survivors(
         group: sorted workers, by default the round's members.
         exact: charge the payload's own bytes (see `Context.send`).
         out: like `values`; takes the average in their place, and they stay as they are.
+        coding: how they are sent.
 
     Returns:
         The survivors as this worker knows them; (worker,) alone where its own links failed.
@@ -282,7 +321,7 @@ async def average_survivors(
         if out is not None:
             out.copy_(values)
         return (ctx.worker,)
-    pipeline = _Pipeline(ctx, round_.tag(kind), workers, values, exact=exact)
+    pipeline = _Pipeline(ctx, round_.tag(kind), workers, coding.of(values), exact=exact)
     own = [] if out is None else pipeline.cut_alike(out)
     async with ctx.task_group() as tasks:
         finishing: list[asyncio.Task[None]] = []
@@ -301,7 +340,7 @@ async def average_survivors(
                 await finishing[-_AHEAD]
             finishing.append(tasks.start(_finish(ctx, flight, workers, contributions, exact)))
     for segment, left in zip(own[::-1], pipeline.segments[::-1], strict=False):
-        segment.copy_(left)  # left out: they keep their own
+        segment.copy_(left.values)  # left out: they keep their own
     return workers
 
 
@@ -335,25 +374,19 @@ async def _finish(
     Chunks whose owner fell out are averaged again by the rest. That costs no more than what was
     saved by leaving a worker out.
     """
-    tag, workers, chunks = flight.tag, flight.workers, flight.chunks
-    await _share_results(
-        ctx,
-        tag._replace(phase=tag.phase + 2, part=_group_digest(survivors)),
-        survivors,
-        chunks=dict(zip(workers, chunks, strict=True)),
-        contributions=contributions,
-        exact=exact,
-    )
-    orphans = [chunks[rank] for rank, worker in enumerate(workers) if worker not in survivors]
+    tag = flight.tag
+    result_tag = tag._replace(phase=tag.phase + 2, part=_group_digest(survivors))
+    heard = {worker: contributions[worker] for worker in survivors}
+    await _share_results(ctx, result_tag, flight, heard, exact)
+    orphans = [flight.chunks[worker] for worker in flight.workers if worker not in survivors]
     if orphans:
-        pending = torch.cat(orphans)
+        pending = joined(orphans)
         next_tag = tag._replace(phase=tag.phase + 3)
         again = _send_contributions(ctx, next_tag, survivors, pending, exact)
         contributions, rest = await _agree(ctx, again, survivors)
         if len(rest) > 1:
             await _finish(ctx, again, rest, contributions, exact)
-        for chunk, mixed in zip(orphans, pending.tensor_split(_bounds(orphans)), strict=True):
-            chunk.copy_(mixed)
+        pending.write_to(orphans)
 
 
 async def _receive_contributions(
@@ -361,8 +394,12 @@ async def _receive_contributions(
 ) -> dict[int, Tensor]:
     """What arrived of my chunk from those of `allowed`, by sender, mine included."""
     peers = [w for w in flight.transfers if w in allowed]
-    received = await _receive_all(ctx, flight.tag, peers, flight.transfers, late=late)
-    return {ctx.worker: flight.chunks[flight.workers.index(ctx.worker)], **received}
+    mine = flight.chunks[ctx.worker]
+    chunks = dict.fromkeys(peers, mine)
+    received = await _receive_all(
+        ctx, flight.tag, peers, flight.transfers, late=late, chunks=chunks
+    )
+    return {ctx.worker: mine.source, **received}
 
 
 async def _receive_all(
@@ -372,6 +409,7 @@ async def _receive_all(
     transfers: Mapping[int, Transfer] | None = None,
     *,
     late: set[int] | None = None,
+    chunks: Mapping[int, Written] | None = None,
     together: bool = False,
 ) -> dict[int, Tensor]:
     """What comes from `peers`; those whose message is lost or late are left out.
@@ -381,6 +419,7 @@ async def _receive_all(
     Args:
         transfers: my own to these peers, given up where nothing comes in return.
         late: peers that have let a deadline pass before; added to.
+        chunks: what each one's payload is written as; left out: as it is.
         together: raise `OutOfSync` where a peer has gone on without this worker, in place of
             leaving it out.
     """
@@ -391,7 +430,8 @@ async def _receive_all(
         left = 0.0 if peer in late else until - ctx.now()
         timeout = max(left, ctx.deadline * _LAST_LOOK)
         try:
-            received[peer] = await ctx.recv(peer, tag, timeout=timeout)
+            payload = await ctx.recv(peer, tag, timeout=timeout)
+            received[peer] = payload if chunks is None else chunks[peer].decode(payload)
         except CommError as error:
             if together and isinstance(error, OutOfSync):
                 raise
@@ -420,60 +460,25 @@ async def _agree_on_survivors(
 
 
 async def _share_results(
-    ctx: Context,
-    tag: Tag,
-    survivors: tuple[int, ...],
-    *,
-    chunks: dict[int, Tensor],
-    contributions: dict[int, Tensor],
-    exact: bool,
+    ctx: Context, tag: Tag, flight: _Flight, contributions: Mapping[int, Tensor], exact: bool
 ) -> None:
-    """Average my chunk, hand it to the survivors, and take theirs into `chunks` (by owner)."""
-    peers = [worker for worker in survivors if worker != ctx.worker]
-    mean = mean_of([contributions[worker] for worker in survivors])
+    """Average my chunk over those that contributed, hand it to them, and take theirs."""
+    peers = [worker for worker in contributions if worker != ctx.worker]
+    mean = _mean_of_chunk(ctx, flight, contributions)
     async with ctx.task_group() as tasks:
         for peer in peers:
-            tasks.start(send_until_delivered(ctx, peer, tag, mean, exact))
+            tasks.start(send_until_delivered(ctx, peer, tag, mean.payload, exact))
         for peer in peers:
             result = await recv_until_delivered(ctx, peer, tag)
-            if result is not None:
-                chunks[peer].copy_(result)
-    chunks[ctx.worker].copy_(mean)
-
-
-async def send_until_delivered(
-    ctx: Context, dst: int, tag: Tag, payload: Tensor, exact: bool
-) -> bool:
-    """Send again while the link loses it, and say whether it arrived; no more where the peer is
-    gone.
-    """
-    for attempt in range(RESENDS_MAX):
-        transfer = ctx.send(dst, tag._replace(attempt=tag.attempt + attempt), payload, exact=exact)
-        try:
-            await transfer.delivered()
-        except LinkFailed:
-            continue
-        except CommError:
-            return False
-        return True
-    ctx.record("results_lost", 1.0)
-    return False
-
-
-async def recv_until_delivered(
-    ctx: Context, src: int, tag: Tag, *, timeout: float | None = None
-) -> Tensor | None:
-    """The other end of `send_until_delivered`; None where nothing came at all."""
-    for attempt in range(RESENDS_MAX):
-        try:
-            resent = tag._replace(attempt=tag.attempt + attempt)
-            return await ctx.recv(src, resent, timeout=timeout)
-        except LinkFailed:
-            continue
-        except CommError:
-            break
-    ctx.record("results_lost", 1.0)
-    return None
+            if result is None:
+                continue
+            try:
+                decoded = flight.chunks[peer].decode(result)
+            except PayloadCorrupt:
+                ctx.record("results_lost", 1.0)
+            else:
+                flight.chunks[peer].adopt(decoded, flight.payloads[peer])
+    flight.chunks[ctx.worker].adopt_own(mean.exact, mean.decoded, len(contributions))
 
 
 def _group_digest(workers: tuple[int, ...]) -> int:

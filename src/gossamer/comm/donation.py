@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gossamer.comm.collectives import recv_until_delivered, send_until_delivered
 from gossamer.comm.context import Context, MethodState, Tag
+from gossamer.comm.delivery import recv_until_delivered, send_until_delivered
 from gossamer.comm.state import state_scalars, state_tensors, with_tensors
 from gossamer.errors import ConfigError, OutOfSync, PayloadCorrupt
 from gossamer.training.replica import Replica
