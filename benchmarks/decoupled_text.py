@@ -33,10 +33,12 @@ from gossamer.sim.compute import Timing
 from gossamer.sim.faults import CrashAt, Faults
 from gossamer.sim.network import Network
 from gossamer.sim.simulate import simulate
+from gossamer.training.llama import LlamaShape
 from gossamer.training.settings import Training
 from gossamer.training.text import TextTask
 
-INNER_STEPS, CYCLES, WORKERS = 24, 20, 8
+INNER_STEPS, CYCLES, WORKERS = 24, 12, 8
+MODEL = LlamaShape(dim=64, num_layers=1, num_heads=1, num_kv_heads=1, ffn_dim=128, max_length=512)
 TUNING_SEED = 100
 SEEDS = (0, 1, 2)
 RATES = (2.5e-3, 5e-3)
@@ -108,7 +110,7 @@ def one_run(run: dict[str, Any]) -> dict[str, Any]:
     try:
         result = simulate(
             method=build_method(name, {"inner_steps": INNER_STEPS, **fixed, **run["given"]}),
-            task=TextTask(model="llama-nano", batch_size=4, sequence_length=64, eval_sequences=256),
+            task=TextTask(model=MODEL, batch_size=4, sequence_length=64, eval_sequences=256),
             workers=run["workers"],
             rounds=run["cycles"],
             training=Training(learning_rate=run["rate"], warmup_steps=INNER_STEPS),
