@@ -209,13 +209,14 @@ class Cluster:
     def __init__(self, forge: Forge, folder: Path, hosts: Hosts | None = None, **job: Any) -> None:
         self._forge, self.folder, self.job_options, self._hosts = forge, folder, job, hosts
         self.workers: dict[int, Process] = {}
+        self.syncers: dict[int, Process] = {}
         self.job: Job = make_job(job, lambda point, round_index: None)
         self.address = "127.0.0.1:0"
         self._on_hub: dict[str, Any] = {}
         if hosts is not None:
             self.address = f"{HUB_ADDRESS}:{PORT}"
             certs = folder / "certs"
-            issue(certs, self.job.training.workers)
+            issue(certs, self.job.training.workers, num_syncers=self.job.method.num_syncers)
             self._on_hub = {"namespace": hosts.hub_name, "certs": str(certs)}
         self.coordinator = self.start_coordinator()
 
@@ -226,6 +227,7 @@ class Cluster:
             "listen": self.address,
             "store": str(self.folder / "run.sqlite"),
             "workers": job.training.workers,
+            "syncers": job.method.num_syncers,
             "rounds": job.training.rounds,
             "deadline": job.deadline_s,
             "configuration": job.configuration,
@@ -261,6 +263,18 @@ class Cluster:
     ) -> None:
         for worker in range(self.job.training.workers):
             self.start(worker, hold=(holds or {}).get(worker, []), **options)
+
+        for index in range(self.job.method.num_syncers):
+            self.start_syncer(index)
+
+    def start_syncer(self, index: int = 0, **options: Any) -> Process:
+        """Start a syncer process, or start it again."""
+        given = {"program": "syncer", "index": index, "coordinator": self.address}
+        process = self._forge.start(
+            {**self.job_options, **given, "folder": str(self.folder), **options}
+        )
+        self.syncers[index] = process
+        return process
 
     def others(self, *without: int) -> list[Process]:
         return [p for w, p in self.workers.items() if w not in without]

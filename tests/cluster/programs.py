@@ -42,6 +42,7 @@ from gossamer.cluster.coordinator import serve
 from gossamer.cluster.job import Job
 from gossamer.cluster.outbox import Sending
 from gossamer.cluster.plan import CoordinatorSettings
+from gossamer.cluster.syncer import SyncerProcess
 from gossamer.cluster.worker import WorkerProcess
 from gossamer.comm.context import MethodState, Tag
 from gossamer.comm.donation import digest
@@ -208,6 +209,25 @@ def run_worker(options: dict[str, Any], tell: Tell, holds: Holds) -> None:
     tell("end", {"summary": summary, "parameters": parameters.hex()})
 
 
+def run_syncer(options: dict[str, Any], tell: Tell, holds: Holds) -> None:
+    index = options.get("index", 0)
+    job = make_job(options, holds.reach)
+    process = SyncerProcess(
+        job,
+        coordinator=options["coordinator"],
+        credentials=credentials_of(options, f"syncer-{index}"),
+        folder=Path(options["folder"]),
+        index=index,
+        events=tell,
+    )
+    try:
+        summary = asyncio.run(process.run())
+    except (GossamerError, OSError) as error:
+        tell("error", {"type": type(error).__name__, "message": str(error)})
+        raise SystemExit(1) from None
+    tell("end", {"summary": summary})
+
+
 def run_coordinator(options: dict[str, Any], tell: Tell) -> None:
     tell_address = lambda address: tell("listening", {"address": address})  # noqa: E731
     settings = CoordinatorSettings.model_validate(options["settings"])
@@ -249,7 +269,8 @@ def run_program(options: dict[str, Any], address: str) -> None:
         hold_at(holds, options.get("mute", {}))
         if options.get("quiet"):
             be_quiet(holds)
-        run_worker(options, tell, holds)
+        run = run_syncer if options["program"] == "syncer" else run_worker
+        run(options, tell, holds)
     line.shutdown(socket.SHUT_WR)
 
 

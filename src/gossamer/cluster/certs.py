@@ -1,8 +1,8 @@
 """A private certificate authority for one cluster, and what each process loads of it.
 
-A peer is known by its name, `coordinator` or `worker-<i>`, which is its certificate's common name
-and one of its alternative names. Whoever connects verifies that name rather than an address, so a
-worker may move, and nobody who holds another worker's certificate can pass for it.
+A peer is known by its name, `coordinator`, `worker-<i>` or `syncer-<i>`, which is its certificate's
+common name and one of its alternative names. Whoever connects verifies that name rather than an
+address, so a worker may move, and nobody who holds another worker's certificate can pass for it.
 """
 
 from __future__ import annotations
@@ -36,26 +36,54 @@ def worker_name(worker: int) -> str:
     return f"worker-{worker}"
 
 
+def place_name(place: int, num_workers: int | None = None) -> str:
+    """The name of the process at a place; those after the workers' are syncers.
+
+    Args:
+        num_workers: of the run; None: all are workers.
+    """
+    if num_workers is None or place < num_workers:
+        return worker_name(place)
+    return f"syncer-{place - num_workers}"
+
+
+def place_of(name: str, num_workers: int) -> int | None:
+    """The reverse of `place_name`; None for any other name."""
+    role, _, index = name.partition("-")
+    if not (index.isascii() and index.isdigit()):
+        return None
+    if role == "syncer":
+        return num_workers + int(index)
+    return int(index) if role == "worker" and int(index) < num_workers else None
+
+
 # -------------------------------------------------------------------------------------- to issue
 
 
 def issue(
-    folder: Path, num_workers: int, hosts: Sequence[str] = (), *, extend: bool = False
+    folder: Path,
+    num_workers: int,
+    hosts: Sequence[str] = (),
+    *,
+    extend: bool = False,
+    num_syncers: int = 0,
 ) -> list[Path]:
-    """Write an authority, and a certificate for the coordinator and for each worker.
+    """Write an authority, and a certificate for the coordinator, each worker and each syncer.
 
     Args:
         folder: where `ca.pem`, `ca-key.pem`, `NAME.pem` and `NAME-key.pem` go; keys are readable by
             their owner only.
         num_workers: certificates for workers 0 .. num_workers - 1.
         hosts: further names and addresses to put into every certificate.
+        num_syncers: certificates for syncers 0 .. num_syncers - 1.
         extend: keep the authority and certificates that are there, and write the missing ones.
 
     Returns the files written. Raises `ConfigError` where it would overwrite one.
     """
     if num_workers < 1:
         raise ConfigError(f"at least one worker, got {num_workers}")
-    names = [COORDINATOR, *(worker_name(worker) for worker in range(num_workers))]
+    places = range(num_workers + num_syncers)
+    names = [COORDINATOR, *(place_name(place, num_workers) for place in places)]
     alternatives = [_alternative(host) for host in hosts]
     present = sorted(p.name for p in folder.glob("*.pem")) if folder.is_dir() else []
     if present and not extend:
@@ -196,7 +224,7 @@ class Credentials:
     """Who this process is, and whom it trusts.
 
     Args:
-        name: `coordinator` or `worker-<i>`.
+        name: `coordinator`, `worker-<i>` or `syncer-<i>`.
         ca: the authority's certificate, PEM.
         certificate, key: this process's own, PEM.
         expires: when the first of the two certificates does.
@@ -301,15 +329,19 @@ def _warn_of(certificate: x509.Certificate, path: Path, key_path: Path, now: dat
         _log.warning("%s can be read by others; `chmod 600` it", key_path)
 
 
-def certified_worker(folder: Path) -> int:
-    """Whose certificate a folder holds, where it is one worker's. Raises `ConfigError`."""
-    found = sorted(p.stem for p in folder.glob("worker-*.pem") if not p.stem.endswith("-key"))
+def certified_worker(folder: Path, role: str = "worker") -> int:
+    """Whose certificate a folder holds, where it is one worker's. Raises `ConfigError`.
+
+    Args:
+        role: "worker" or "syncer".
+    """
+    found = sorted(p.stem for p in folder.glob(f"{role}-*.pem") if not p.stem.endswith("-key"))
     if len(found) != 1:
         raise ConfigError(
-            f"{folder} holds the certificates of {len(found)} workers; say which of them this "
+            f"{folder} holds the certificates of {len(found)} {role}s; say which of them this "
             f"process is (--index)"
         )
-    index = found[0].removeprefix("worker-")
+    index = found[0].removeprefix(f"{role}-")
     if not index.isdigit():
-        raise ConfigError(f"{folder / found[0]}.pem is not the certificate of a worker")
+        raise ConfigError(f"{folder / found[0]}.pem is not the certificate of a {role}")
     return int(index)

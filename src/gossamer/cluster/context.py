@@ -16,6 +16,7 @@ from torch import Tensor
 from gossamer.comm.context import MethodState, Round, Tag, TrainReport, Transfer
 from gossamer.comm.donation import STATE_KINDS
 from gossamer.comm.ledger import Ledger
+from gossamer.comm.letters import Letter, Mail
 from gossamer.comm.members import EPOCH_BITS, MemberLog
 from gossamer.comm.rounds import Rounds
 from gossamer.comm.tasks import TaskGroup
@@ -72,6 +73,10 @@ class Trains(Protocol):
 
     def predict(self, parameters: Tensor, buffers: Tensor, counters: Tensor) -> Tensor:
         """Log-probabilities on the probe batch."""
+
+
+class Carries(Transport, Mail, Protocol):
+    """A transport of messages and letters."""
 
 
 class Stopped(Exception):
@@ -142,6 +147,8 @@ class ClusterContext:
         members: gives the newest membership log.
         boundary: called at every round boundary with this context and the method's state.
         step_time_s: the least time that an inner step shall take, to play a larger model.
+        num_syncers: places after the workers' that gather and hand out.
+        connected: gives the workers that take part, as far as is known.
     """
 
     def __init__(
@@ -154,18 +161,21 @@ class ClusterContext:
         deadline_s: float,
         engine: Trains,
         replica: Replica,
-        transport: Transport,
+        transport: Carries,
         members: Callable[[], MemberLog],
         boundary: Callable[[ClusterContext, MethodState], Awaitable[None]],
         thread: ThreadPoolExecutor,
         progress: Progress,
         step_time_s: float = 0.0,
+        num_syncers: int = 0,
+        connected: Callable[[], tuple[int, ...]] = tuple,
     ) -> None:
         self._worker, self._num_workers, self._num_rounds = worker, num_workers, num_rounds
         self._seed, self._deadline_s = seed, deadline_s
         self._engine, self._replica, self._transport = engine, replica, transport
         self._members, self._boundary, self._thread = members, boundary, thread
         self.progress, self._step_time_s = progress, step_time_s
+        self._num_syncers, self._connected = num_syncers, connected
         self.round_index = 0
         self.stopping = False
         self._loss_sum, self._loss_steps = 0.0, 0
@@ -249,6 +259,40 @@ class ClusterContext:
             return True
         planned = log.of_round(tag.round_index).epoch
         return tag.kind not in STATE_KINDS and tag.epoch >> EPOCH_BITS != planned
+
+    @property
+    def syncers(self) -> tuple[int, ...]:
+        return tuple(range(self._num_workers, self._num_workers + self._num_syncers))
+
+    def connected(self) -> tuple[int, ...]:
+        return self._connected()
+
+    def post(
+        self,
+        dst: int,
+        kind: str,
+        payload: Tensor,
+        *,
+        step: int,
+        part: int = 0,
+        note: tuple[int, ...] = (),
+        exact: bool = False,
+    ) -> None:
+        num_bytes = payload.numel() * payload.element_size() + 8 * len(note)
+        self.progress.ledger.add(0, kind, self._worker, dst, num_bytes)
+        self.progress.counter += 1
+        self._transport.post(dst, kind, payload, step=step, part=part, note=note, exact=exact)
+
+    def poll(self, src: int, kind: str, part: int = 0) -> Letter | None:
+        return self._transport.poll(src, kind, part)
+
+    async def mail(self, seen: int, timeout: float | None = None) -> int:
+        waits = timeout is not None  # who listens for ever, beside its work, waits for nobody
+        self.progress.waits += waits
+        try:
+            return await self._transport.mail(seen, timeout)
+        finally:
+            self.progress.waits -= waits
 
     async def _in_thread(self, work: Callable[[], R]) -> R:
         """Run numerics beside the event loop."""

@@ -19,7 +19,7 @@ import grpc
 import grpc.aio
 
 from gossamer.cluster.addresses import dial, is_loopback, is_wildcard, join_address, split_address
-from gossamer.cluster.certs import Credentials
+from gossamer.cluster.certs import Credentials, place_of
 from gossamer.cluster.control import KEEPALIVE_OPTIONS, SERVICE
 from gossamer.cluster.membership import KEEPALIVE_S, Membership
 from gossamer.cluster.messages import (
@@ -288,13 +288,13 @@ class Coordinator:
         if self._credentials is None:
             return worker
         name = context.auth_context()["x509_common_name"][0].decode()
-        stem, _, index = name.partition("-")
-        if stem != "worker" or not index.isdigit() or worker not in (None, int(index)):
+        place = place_of(name, self._plan.num_workers)
+        if place is None or worker not in (None, place):
             wanted = "a worker" if worker is None else f"worker {worker}"
             raise Refused(
                 "identity", f"the certificate of {name!r} is not that of {wanted}", permanent=True
             )
-        return int(index)
+        return place
 
     async def _join(self, request: JoinRequest, context: Any) -> JoinReply:
         worker = self._certified(context, request.worker)

@@ -386,7 +386,9 @@ class Membership:
         late = now_s - self._gathering_since_s >= plan.start_timeout_s
         enough = plan.num_workers if plan.min_workers is None else plan.min_workers
         complete = len(workers) >= (enough if late else plan.num_workers)
-        complete = complete and len(ready) - len(workers) == plan.num_syncers
+        # A syncer that runs already goes on with what it has.
+        syncers = [s for s in self.seats if s.role == "syncer" and s.phase == "running"]
+        complete = complete and len(ready) - len(workers) + len(syncers) == plan.num_syncers
         return ready if complete else []
 
     def _found(self, now_s: float) -> None:
@@ -402,7 +404,7 @@ class Membership:
         founders = ready
         if round_index is not None:
             start, self.history = "checkpoint", self.history or round_index > 0
-            founders = [seat for seat in ready if round_index in seat.checkpoint_rounds]
+            founders = [seat for seat in workers if round_index in seat.checkpoint_rounds]
         members = tuple(seat.worker for seat in founders if seat.role == "worker")
         round_index = round_index or 0
         if start == "seed" and self.log.newest_started < 0 and not self.log.of_round(0).workers:
@@ -424,7 +426,8 @@ class Membership:
             if self.seats[worker].phase in ("waiting", "lost"):
                 self.log.remove(worker)
                 self.revision += 1
-        rounds = [s.round_started for s in self.seats if s.phase == "running"]
+        workers = self.seats[: self.plan.num_workers]
+        rounds = [s.round_started for s in workers if s.phase == "running"]
         self.log.forget(max(0, min(rounds, default=0) - 1))
 
     def _serve_joiners(self) -> None:
@@ -432,21 +435,20 @@ class Membership:
         for seat in self.seats:
             if seat.phase != "waiting" or not seat.attached:
                 continue
+            if seat.role == "syncer":  # nobody else has what it has merged; without it, it waits
+                if seat.checkpoint_rounds:
+                    seat.phase = "running"
+                    self._enter(seat, "checkpoint", max(seat.checkpoint_rounds))
+                continue
             if self.log.next_change >= self.plan.num_rounds:
                 seat.phase = "finished"
                 self._enter(seat, "over")
-                continue
-            if seat.role == "syncer" and seat.checkpoint_rounds:
-                seat.phase = "running"
-                self._enter(seat, "checkpoint", max(seat.checkpoint_rounds))
                 continue
             newest, limit = self.log.newest_started, self.plan.joiners_per_donor
             donor = choose_donor(self.seats, seat, newest, limit)
             if donor is None:
                 continue
-            activation = self.log.next_change
-            if seat.role == "worker":
-                activation = self.log.add(seat.worker)
+            activation = self.log.add(seat.worker)
             seat.phase = "joining"
             self._enter(seat, "donor", activation, donor)
 

@@ -133,6 +133,11 @@ class View(Message):
         """The process with this index, None before there was one."""
         return next((peer for peer in self.peers if peer.worker == worker), None)
 
+    def running_workers(self) -> tuple[int, ...]:
+        """Workers, without syncers, that take part; sorted."""
+        running = (p for p in self.peers if p.role == "worker" and p.phase == "running")
+        return tuple(sorted(peer.worker for peer in running))
+
     def entry(self, worker: int) -> Entry | None:
         """How the worker gets its state."""
         return next((entry for entry in self.entries if entry.worker == worker), None)

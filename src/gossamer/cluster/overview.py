@@ -23,7 +23,14 @@ def note_of(membership: Membership) -> str:
             )
         absent = [seat.worker for seat in seats if seat not in ready]
         return f"{len(ready)} of {len(seats)} are here; waiting for {_names(absent)}"
-    queue = [s.worker for s in seats if s.phase == "waiting" and s.attached]
+    waiting = [s for s in seats if s.phase == "waiting" and s.attached]
+    without = [s.worker - plan.num_workers for s in waiting if s.role == "syncer"]
+    if membership.phase == "running" and without:
+        return (
+            f"syncer {without[0]} has no checkpoint of the run, and nobody else has what it had "
+            f"merged: start it where its folder is (--out); until then nothing is merged there"
+        )
+    queue = [s.worker for s in waiting]
     if membership.phase == "running" and queue:
         return f"{_names(queue)} wait for a donor (at most {plan.joiners_per_donor} joiners each)"
     return ""

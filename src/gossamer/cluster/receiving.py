@@ -13,7 +13,7 @@ from grpc import aio
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gossamer.cluster.certs import worker_name
+from gossamer.cluster.certs import place_name
 from gossamer.cluster.inbox import Entry, refusal_of
 from gossamer.cluster.limits import Limits
 from gossamer.cluster.outbox import RPC_ERRORS, TAKEN, WAITS, WITHDRAWN, Traffic, error_of
@@ -93,9 +93,10 @@ class Receiver:
         delay_s: float,
         traffic: Traffic,
         secure: bool,
+        num_workers: int | None,
     ) -> None:
         self._worker, self._run_id, self._life = worker, run_id, life
-        self._limits, self._line = limits, line
+        self._limits, self._line, self._num_workers = limits, line, num_workers
         self._inbox, self._mailbox = inbox, mailbox
         self._delay_s, self._traffic, self._secure = delay_s, traffic, secure
         self._streams: dict[int, int] = {}  # by sender
@@ -170,7 +171,7 @@ class Receiver:
                 Reason.RUN, f"run {header.run_id!r} meets run {self._run_id!r}; one of them is old"
             )
         name = self._name(context)
-        if self._secure and name != worker_name(header.sender):
+        if self._secure and name != place_name(header.sender, self._num_workers):
             raise Refused(Reason.IDENTITY, f"{name!r} sent as worker {header.sender}")
         if header.receiver != self._worker or header.sender == self._worker:
             raise Refused(

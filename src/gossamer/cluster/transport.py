@@ -20,7 +20,7 @@ import grpc
 from grpc import aio
 from torch import Tensor
 
-from gossamer.cluster.certs import Credentials, channel_options, worker_name
+from gossamer.cluster.certs import Credentials, channel_options, place_name
 from gossamer.cluster.inbox import CONTROL_BYTES_MAX, Inbox
 from gossamer.cluster.letters import Letters, Mailbox
 from gossamer.cluster.limits import Limits
@@ -58,6 +58,7 @@ class GrpcTransport:
         limits: what others may ask of me.
         rate: bytes per second each way, to play a thin line; None: as fast as it goes.
         delay_s: one-way delay to play.
+        num_workers: of the run; peers with larger indices are syncers. None: all are workers.
 
     Raises `ConfigError` where plain text would leave this machine. `start` first; everything is
     called in the event loop's thread.
@@ -73,13 +74,16 @@ class GrpcTransport:
         limits: Limits | None = None,
         rate: float | None = None,
         delay_s: float = 0.0,
+        num_workers: int | None = None,
     ) -> None:
         if (rate is not None and not rate > 0) or not delay_s >= 0:
             raise ConfigError(f"rate is positive and delay at least 0, got {rate=}, {delay_s=}")
-        if credentials is not None and credentials.name != worker_name(worker):
-            raise ConfigError(f"worker {worker} was given the certificate of {credentials.name}")
+        if credentials is not None and credentials.name != place_name(worker, num_workers):
+            named = place_name(worker, num_workers).replace("-", " ")
+            raise ConfigError(f"{named} was given the certificate of {credentials.name}")
         self.worker, self.run_id = worker, run_id
         self._listen, self._credentials = listen, credentials
+        self._num_workers = num_workers
         self._host = _checked_host(listen, credentials)
         self._limits = limits or Limits()
         self.traffic = Traffic()
@@ -114,6 +118,7 @@ class GrpcTransport:
             delay_s=self._delay_s,
             traffic=self.traffic,
             secure=self._credentials is not None,
+            num_workers=self._num_workers,
         )
         server = aio.server(
             options=_server_options(self._limits), maximum_concurrent_rpcs=_RPCS_MAX
@@ -289,6 +294,11 @@ class GrpcTransport:
         """See `Mail.mail`."""
         return await self.mailbox.mail(seen, timeout)
 
+    def begin_letters(self) -> None:
+        """This process takes part anew: letters of its part before count no more."""
+        self.mailbox.begin()
+        self.letters.abandon(LinkFailed(f"worker {self.worker} has begun anew"))
+
     # ---------------------------------------------------------------------------------- its tasks
 
     def _start_letter(self, header: Header, payload: Tensor, control: bool) -> Sending:
@@ -297,7 +307,8 @@ class GrpcTransport:
 
     def _peer(self, worker: int) -> _Peer:
         if worker not in self._peers:
-            self._peers[worker] = _Peer(worker, self._credentials, self._limits)
+            name = place_name(worker, self._num_workers)
+            self._peers[worker] = _Peer(worker, name, self._credentials, self._limits)
         return self._peers[worker]
 
     def _forget(self, sending: Sending) -> None:
@@ -314,8 +325,11 @@ class GrpcTransport:
 class _Peer:
     """The connections to one worker; implements `Route`."""
 
-    def __init__(self, worker: int, credentials: Credentials | None, limits: Limits) -> None:
-        self.worker, self._credentials, self._limits = worker, credentials, limits
+    def __init__(
+        self, worker: int, name: str, credentials: Credentials | None, limits: Limits
+    ) -> None:
+        self.worker, self._name = worker, name
+        self._credentials, self._limits = credentials, limits
         self.address: str | None = None
         self.life = NO_LIFE
         self.eager_bytes = EAGER_BYTES_MAX
@@ -332,7 +346,7 @@ class _Peer:
             if self._credentials is None:
                 channel = aio.insecure_channel(self.address, options)
             else:
-                options += channel_options(worker_name(self.worker))
+                options += channel_options(self._name)
                 channel = aio.secure_channel(self.address, self._credentials.for_channel(), options)
             self._channels[control] = channel
         return self._channels[control]

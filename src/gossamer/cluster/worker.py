@@ -162,6 +162,7 @@ class WorkerProcess:
         self._transport = GrpcTransport(
             worker, status.run_id, listen=self._listen, credentials=self._credentials,
             rate=self._rate, delay_s=self._delay_s, limits=self._limits(),
+            num_workers=self.job.training.workers,
         )  # fmt: skip
         self._peers = Peers(
             worker, self._transport, lambda lost: self._events("lost", {"worker": lost})
@@ -213,6 +214,7 @@ class WorkerProcess:
             changed = PeerLost("the members of the round have changed")
             self._transport.forsake(self._ctx.is_forsaken, changed)
         self._donor.at_news(view)
+        self._transport.mailbox.tell()
         self._changed.set()
 
     def _newest_view(self) -> View:
@@ -317,6 +319,7 @@ class WorkerProcess:
         # A method that was cancelled may still be in a step, which would write to the parameters.
         await asyncio.get_running_loop().run_in_executor(self._thread, _nothing)
         self._ctx = self._new_context()
+        self._transport.begin_letters()
         self._donor.begin()
         while True:
             entry = await self._entry()
@@ -434,6 +437,8 @@ class WorkerProcess:
             thread=self._thread,
             progress=self.progress,
             step_time_s=job.step_time_s,
+            num_syncers=job.method.num_syncers,
+            connected=lambda: self._newest_view().running_workers(),
         )
 
     # --------------------------------------------------------------------------------- boundaries
