@@ -8,6 +8,7 @@ from gossamer.errors import ConfigError, nearest
 from gossamer.methods.a2cid2 import A2CiD2
 from gossamer.methods.ad_psgd import ADPSGD
 from gossamer.methods.anytime_sgd import AnytimeSGD
+from gossamer.methods.async_diloco import AsyncDiLoCo
 from gossamer.methods.base import Method
 from gossamer.methods.data_parallel import DataParallel
 from gossamer.methods.decoupled_diloco import DecoupledDiLoCo
@@ -55,6 +56,7 @@ METHODS: dict[str, type[Method]] = {
         SlowMo,
         StreamingDiLoCo,
         EagerDiLoCo,
+        AsyncDiLoCo,
         DecoupledDiLoCo,
     )
 }
@@ -96,6 +98,7 @@ __all__ = [
     "SGP",
     "A2CiD2",
     "AnytimeSGD",
+    "AsyncDiLoCo",
     "DataParallel",
     "DecoupledDiLoCo",
     "DiLoCo",
