@@ -7,8 +7,9 @@
 
 `tune` makes the nine TRIES of each method with a seed of their own; `run` repeats the best of them
 with other seeds. `differences` takes the best at 8 workers into networks with the times of a 1.5B
-model (bf16 payloads, 2.355 s a step), where one worker's link is ten times slower, or one worker
-computes four times slower, and notes the evaluation loss after each round against virtual time.
+model (bf16 payloads, H = 100 steps of 2.355 s), where one worker's link is ten times slower, or
+one worker computes four times slower, and notes the evaluation loss after each round against
+virtual time.
 All append each result to the JSON-lines file and skip what is in it already, so that the work can
 be cut into pieces (`--limit`). `table` prints means, spreads and times to DiLoCo's final loss.
 
@@ -35,7 +36,10 @@ from gossamer.training.llama import LlamaShape
 from gossamer.training.settings import Training
 from gossamer.training.text import TextTask
 
-INNER_STEPS, ROUNDS = 100, 12
+# A step here stands for two of the 1.5B model: rounds of H = 100 take as long, at half the cost.
+INNER_STEPS, STANDS_FOR, ROUNDS = 50, 2, 10
+BATCH = 2  # sequences of LENGTH bytes
+LENGTH = 64
 MODEL = LlamaShape(dim=64, num_layers=1, num_heads=1, num_kv_heads=1, ffn_dim=128, max_length=512)
 TUNING_SEED = 100
 SEEDS = (0, 1, 2)
@@ -67,7 +71,7 @@ SLOW_LINKS = tuple(f"slow_link {bandwidth}" for bandwidth in BANDWIDTHS)
 WORLDS = (*(f"uniform {bandwidth}" for bandwidth in BANDWIDTHS), *SLOW_LINKS, "slow_worker 1Gbit/s")
 # Rules whose steps depend on the world: these train in it. The others' numbers are the same in all.
 ADAPTS = {**dict.fromkeys(SLOW_LINKS, "by_time"), "slow_worker 1Gbit/s": "by_speed"}
-MORE_ROUNDS = 15  # of those that do fewer steps in some of them
+MORE_ROUNDS = 12  # of those that do fewer steps in some of them
 
 
 def one_run(run: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +114,7 @@ def simulated(run: dict[str, Any], world: str, *, numerics: Any) -> SimulationRe
     every = 1 if run["world"] and numerics == "real" else 0
     return simulate(
         method=build_method(label.split()[0], given),
-        task=TextTask(model=MODEL, batch_size=4, sequence_length=64),
+        task=TextTask(model=MODEL, batch_size=BATCH, sequence_length=LENGTH),
         workers=run["workers"],
         rounds=run["rounds"],
         training=Training(learning_rate=run["rate"], warmup_steps=INNER_STEPS),
@@ -132,7 +136,9 @@ def world_of(world: str, workers: int) -> tuple[Network, Timing]:
         slow = WorkerLink(worker=0, bandwidth=network.bandwidth / SLOW_LINK)
         network = Network(bandwidth=bandwidth, workers=(slow,))
     speeds = (1 / SLOW_WORKER, *[1.0] * (workers - 1)) if kind == "slow_worker" else None
-    timing = Timing(parameters=1.5e9, payload_dtype="bf16", step_time=2.355, speeds=speeds)
+    timing = Timing(
+        parameters=1.5e9, payload_dtype="bf16", step_time=2.355 * STANDS_FOR, speeds=speeds
+    )
     return network, timing
 
 

@@ -31,7 +31,9 @@ from gossamer.training.llama import LlamaShape
 from gossamer.training.settings import Training
 from gossamer.training.text import TextTask
 
-STEPS = 400
+STEPS = 200
+BATCH = 2  # sequences of LENGTH bytes
+LENGTH = 64
 MODEL = LlamaShape(dim=64, num_layers=1, num_heads=1, num_kv_heads=1, ffn_dim=128, max_length=512)
 STEPS_IN_A_ROUND = 10  # of methods whose rounds are for reporting only
 TUNING_SEED = 100
@@ -79,7 +81,7 @@ def one_run(
     began = time.process_time()
     result = simulate(
         method=build_method(method, {"inner_steps": in_a_round, **given}),
-        task=TextTask(model=MODEL, batch_size=4, sequence_length=64),
+        task=TextTask(model=MODEL, batch_size=BATCH, sequence_length=LENGTH),
         workers=workers,
         rounds=STEPS // in_a_round,
         training=Training(learning_rate=rate, warmup_steps=STEPS // 10),
