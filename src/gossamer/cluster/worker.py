@@ -24,7 +24,7 @@ from gossamer.cluster.results import write_results
 from gossamer.cluster.transport import GrpcTransport
 from gossamer.comm.context import MethodState
 from gossamer.comm.donation import accept, digest, share_start
-from gossamer.comm.state import state_tensors
+from gossamer.comm.state import shared_tensors
 from gossamer.errors import ConfigError, OutOfSync, PayloadCorrupt, PeerLost
 from gossamer.training.replica import Replica
 
@@ -419,7 +419,7 @@ class WorkerProcess:
 
     def state_digest(self, state: MethodState) -> str | None:
         """Of parameters and method state; equal on workers that must agree."""
-        return digest([self._replica.parameters, *state_tensors(state).values()])
+        return digest([self._replica.parameters, *shared_tensors(state).values()])
 
     def _new_context(self) -> ClusterContext:
         job = self.job

@@ -14,7 +14,7 @@ Blocks of another size are written "int4:256".
 
 from gossamer.codec.base import Codec
 from gossamer.codec.feedback import encode_with_feedback
-from gossamer.codec.payloads import PLAIN, check_codec, decoded, encoded
+from gossamer.codec.payloads import PLAIN, check_codec, decoded, encoded, is_sparse
 from gossamer.codec.registry import CODECS, codec_of
 
 __all__ = [
@@ -26,4 +26,5 @@ __all__ = [
     "decoded",
     "encode_with_feedback",
     "encoded",
+    "is_sparse",
 ]

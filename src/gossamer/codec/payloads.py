@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from gossamer.codec.registry import codec_of
+from gossamer.codec.sparse import TopKCodec
 
 PLAIN = "none"
 """The name for no codec: payloads are the vectors themselves, in their own dtype."""
@@ -14,6 +15,11 @@ def check_codec(name: str) -> None:
     """Raise `ConfigError` unless `name` is `PLAIN` or a codec's."""
     if name != PLAIN:
         codec_of(name)
+
+
+def is_sparse(name: str) -> bool:
+    """Whether values that are left out of a payload are decoded as 0."""
+    return name != PLAIN and isinstance(codec_of(name), TopKCodec)
 
 
 def encoded(values: Tensor, name: str) -> Tensor:

@@ -62,6 +62,16 @@ AS_IS = Coding()
 """Nothing is encoded."""
 
 
+def start_of(codec: str, *agreed: Tensor) -> Tensor | None:
+    """Copies of vectors that all members hold, one behind the other, for `Coding.since`.
+
+    None where nothing is encoded, and no memory is needed.
+    """
+    if codec == PLAIN:
+        return None
+    return torch.cat(agreed)
+
+
 @dataclass(frozen=True, slots=True)
 class Written:
     """A part of a vector, and how it is written.
@@ -181,6 +191,7 @@ class Shown:
     Args:
         values: [n]; kept, and not written to while in use.
         payload: what to send.
+        decoded: the values as all see them.
 
     Raises `EncodingError` where the values cannot be encoded.
     """
@@ -188,7 +199,15 @@ class Shown:
     def __init__(self, values: Tensor, coding: Coding) -> None:
         self._written = coding.of(values)
         self.payload = self._written.encode(values)
-        self._decoded = self._written.decode(self.payload)
+        self.decoded = self._written.decode(self.payload)
+
+    def decode(self, payload: Tensor) -> Tensor:
+        """A peer's values [n] as all see them. Raises `PayloadCorrupt`."""
+        return self._written.decode(payload)
+
+    def kept(self) -> Tensor | None:
+        """What the payload could not hold [n]; None where nothing is encoded."""
+        return self._written.values - self.decoded if self._written.pieces else None
 
     def of_peer(self, payload: Tensor) -> Tensor:
         """A peer's values as they look from here: mine, and the difference that payloads tell of.
@@ -196,9 +215,9 @@ class Shown:
         The payload itself where it is not encoded. The difference is the same at both ends, with
         the other sign, and none where the values are equal. Raises `PayloadCorrupt`.
         """
-        theirs = self._written.decode(payload)
+        theirs = self.decode(payload)
         if self._written.pieces and not theirs.is_meta:
-            theirs.sub_(self._decoded).add_(self._written.values)
+            theirs.sub_(self.decoded).add_(self._written.values)
         return theirs
 
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gossamer.comm.coding import AS_IS, Coding, Written, joined
+from gossamer.comm.coding import AS_IS, Coding, Shown, Written, joined
 from gossamer.comm.context import Context, Round, Tag, Transfer
 from gossamer.comm.delivery import recv_until_delivered, send_until_delivered
 from gossamer.errors import (
@@ -62,6 +62,18 @@ def non_finite(ctx: Context, what: str) -> NonFiniteError:
         step=replica.steps_completed,
         learning_rate=replica.learning_rate,
     )
+
+
+def shown(ctx: Context, values: Tensor, coding: Coding, what: str) -> Shown:
+    """What a worker shows of `values` when it mixes them; see `comm.coding`.
+
+    Raises `NonFiniteError` where they are not finite, or more than the codec can hold.
+    """
+    check_finite(ctx, values, what)
+    try:
+        return Shown(values, coding)
+    except EncodingError as error:
+        raise non_finite(ctx, f"{what} ({error})") from error
 
 
 def is_finite(values: Tensor) -> bool:

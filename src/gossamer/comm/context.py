@@ -75,9 +75,14 @@ class MethodState:
 
     Subclasses add tensor fields (fp32, flat, shape [P] unless said otherwise), ints and floats.
     A donor hands these to a joiner, a checkpoint holds them.
+
+    Args:
+        residual: what this worker's encoded payloads have lost so far, where a method has error
+            feedback (see `comm.coding`). The worker's own: a joiner's starts at zero.
     """
 
     rounds_completed: int = field(default=0)
+    residual: Tensor | None = field(default=None)
 
 
 @dataclass(frozen=True, slots=True)

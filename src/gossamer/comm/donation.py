@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gossamer.comm.context import Context, MethodState, Tag
 from gossamer.comm.delivery import recv_until_delivered, send_until_delivered
-from gossamer.comm.state import state_scalars, state_tensors, with_tensors
+from gossamer.comm.state import shared_tensors, state_scalars, state_tensors, with_tensors
 from gossamer.errors import ConfigError, OutOfSync, PayloadCorrupt
 from gossamer.training.replica import Replica
 
@@ -98,7 +98,8 @@ async def accept(
     donation that did not come whole the replica must take another.
 
     Args:
-        blank: a state of the method's own type; its tensors say what is expected, and are used.
+        blank: a state of the method's own type, as it is before the first round; its tensors say
+            what is expected, and are used.
         patience_s: how long the donor may take to begin, by default the deadline.
 
     Raises `PayloadCorrupt` where the donor's model is another, before anything is written, or its
@@ -141,7 +142,7 @@ def _owned(replica: Replica, state: MethodState) -> dict[str, Tensor]:
         "parameters": replica.parameters,
         "buffers": replica.buffers,
         "counters": replica.counters,
-        **{f"state.{name}": tensor for name, tensor in state_tensors(state).items()},
+        **{f"state.{name}": tensor for name, tensor in shared_tensors(state).items()},
     }
 
 

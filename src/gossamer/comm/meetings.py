@@ -7,7 +7,8 @@ import math
 
 from torch import Tensor
 
-from gossamer.comm.collectives import check_finite
+from gossamer.comm.coding import AS_IS, Coding
+from gossamer.comm.collectives import shown
 from gossamer.comm.context import Context, Round
 from gossamer.comm.neighbours import exchange
 from gossamer.mixing.meetings import Meeting, meetings_of_round
@@ -56,6 +57,7 @@ class Meetings:
         topology: who may meet; a fixed graph.
         rate: meetings of a worker per step, on average.
         num_steps: of the round.
+        coding: how vectors are sent.
     """
 
     def __init__(
@@ -67,8 +69,9 @@ class Meetings:
         topology: Topology,
         rate: float,
         num_steps: int,
+        coding: Coding = AS_IS,
     ) -> None:
-        self._ctx, self._round, self._kind = ctx, round_, kind
+        self._ctx, self._round, self._kind, self._coding = ctx, round_, kind, coding
         members = round_.members.workers
         meetings = meetings_of_round(
             topology.edges(ctx.seed, round_.index, members),
@@ -91,18 +94,20 @@ class Meetings:
     async def swap(self, meeting: Meeting, values: Tensor) -> Tensor | None:
         """The partner's vector, where both ends have the other's; None where neither shall use it.
 
+        With a codec it is as it looks from here: mine, and the difference that payloads tell of.
+
         Args:
             values: mine, contiguous; not written to meanwhile.
 
         Raises `NonFiniteError` where `values` are not finite; nothing was sent.
         """
-        check_finite(self._ctx, values, f"{self._kind} vector")
+        mine = shown(self._ctx, values, self._coding, f"{self._kind} vector")
         partner = meeting.partner_of(self._ctx.worker)
         if partner not in self._present:
             self._ctx.record("skipped_meetings", 1.0)
             return None
         tag = self._round.tag(self._kind, step=meeting.serial)
-        received = await exchange(self._ctx, tag, values, [partner])
+        received = await exchange(self._ctx, tag, mine, [partner])
         if partner not in received:  # who is gone need not be waited for again
             self._present = self._ctx.refresh_members(self._round).members
         return received.get(partner)

@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gossamer.comm.collectives import check_finite
+from gossamer.comm.coding import AS_IS, Coding, Shown
+from gossamer.comm.collectives import shown
 from gossamer.comm.context import Context, Round, Tag, Transfer
 from gossamer.errors import CommError
 
 
 async def exchange(
-    ctx: Context, tag: Tag, payload: Tensor, peers: Sequence[int], *, exact: bool = False
+    ctx: Context, tag: Tag, payload: Tensor | Shown, peers: Sequence[int], *, exact: bool = False
 ) -> dict[int, Tensor]:
     """Send `payload` to each peer and take theirs, full duplex: what came of the edges that held.
 
@@ -23,7 +24,8 @@ async def exchange(
 
     Args:
         tag: equal on both ends.
-        payload: contiguous, same shape on all workers.
+        payload: contiguous, same shape on all workers; or what is shown of values, for those of
+            the peers as they look from here.
         peers: sorted workers, without this one; each has this one among its own.
         exact: charge the payload's own bytes (see `Context.send`).
 
@@ -44,16 +46,18 @@ async def exchange(
 
 
 async def swap(
-    ctx: Context, tag: Tag, payload: Tensor, peer: int, *, exact: bool = False
+    ctx: Context, tag: Tag, payload: Tensor | Shown, peer: int, *, exact: bool = False
 ) -> Tensor | None:
     """Send `payload` to a peer and take its own, full duplex; None where the edge did not hold.
 
     It holds where the peer's payload has arrived here and ours was accepted there, so both ends
     agree. As soon as one direction has failed the other is given up.
     """
-    transfer = ctx.send(peer, tag, payload, exact=exact)
+    mine = payload if isinstance(payload, Shown) else None
+    sent = payload.payload if isinstance(payload, Shown) else payload
+    transfer = ctx.send(peer, tag, sent, exact=exact)
     async with ctx.task_group() as tasks:
-        receiving = tasks.start(_received(ctx, peer, tag))
+        receiving = tasks.start(_received(ctx, peer, tag, mine))
         accepting = tasks.start(_accepted(transfer, receiving))
         await asyncio.wait([receiving])
         theirs = None if receiving.cancelled() else receiving.result()
@@ -62,10 +66,11 @@ async def swap(
         return theirs if await accepting else None
 
 
-async def _received(ctx: Context, peer: int, tag: Tag) -> Tensor | None:
+async def _received(ctx: Context, peer: int, tag: Tag, mine: Shown | None) -> Tensor | None:
     """The peer's payload, or None where it did not come within the deadline."""
     try:
-        return await ctx.recv(peer, tag)
+        theirs = await ctx.recv(peer, tag)
+        return theirs if mine is None else mine.of_peer(theirs)
     except CommError:
         return None
 
@@ -113,6 +118,7 @@ async def mix_neighbours(
     *,
     step: int = 0,
     exact: bool = False,
+    coding: Coding = AS_IS,
 ) -> tuple[int, ...]:
     """`x_i <- x_i + sum_j W_ij (x_j - x_i)` in place over the neighbours whose edge held.
 
@@ -126,16 +132,17 @@ async def mix_neighbours(
             `MixingGraph.neighbours`.
         step: position in the round, where a round has several.
         exact: see `exchange`.
+        coding: how they are sent; with a codec `W_ij (Q(x_j) - Q(x_i))` is added.
 
     Returns:
         The peers that were mixed with.
 
     Raises `NonFiniteError` where this worker's own values are not finite; nothing was sent.
     """
-    check_finite(ctx, values, f"{kind} vector")
+    mine = shown(ctx, values, coding, f"{kind} vector")
     peers = [peer for peer, _ in neighbours]
     tag = round_.tag(kind, step=step)
-    received = await exchange(ctx, tag, values, peers, exact=exact)
+    received = await exchange(ctx, tag, mine, peers, exact=exact)
     add_differences_(values, received, neighbours)
     if len(received) < len(peers):
         ctx.record("failed_exchanges", float(len(peers) - len(received)))

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from gossamer.comm.collectives import check_finite
+from gossamer.comm.coding import AS_IS, Coding
+from gossamer.comm.collectives import shown
 from gossamer.comm.context import Context, Round
 from gossamer.errors import CommError
 
@@ -21,6 +22,7 @@ async def push_shares(
     arcs: Sequence[tuple[int, int]],
     *,
     step: int = 0,
+    coding: Coding = AS_IS,
 ) -> None:
     """Keep an equal share of `mass`, push one along each of my outgoing arcs, add what comes in.
 
@@ -32,20 +34,23 @@ async def push_shares(
         mass: flat, contiguous; same length on all workers.
         arcs: (from, to), all of this step, the same on all workers.
         step: position in the round, where a round has several.
+        coding: how shares are sent. What a codec cannot hold of a share its sender keeps.
 
-    Raises `NonFiniteError` where `mass` is not finite; nothing was sent.
+    Raises `NonFiniteError` where `mass` is not finite, or more than the codec can hold; nothing was
+    sent.
     """
-    check_finite(ctx, mass, f"{kind} vector")
     receivers = [b for a, b in arcs if a == ctx.worker]
     senders = [a for a, b in arcs if b == ctx.worker]
     tag = round_.tag(kind, step=step)
-    share = mass.mul_(1 / (1 + len(receivers))).clone()
-    transfers = [ctx.send(peer, tag, share) for peer in receivers]
+    share = shown(ctx, mass.mul_(1 / (1 + len(receivers))).clone(), coding, f"{kind} vector")
+    if (kept := share.kept()) is not None:
+        mass.add_(kept, alpha=len(receivers))
+    transfers = [ctx.send(peer, tag, share.payload) for peer in receivers]
     until = ctx.now() + ctx.deadline
     for peer in senders:
         timeout = max(until - ctx.now(), ctx.deadline * _LAST_LOOK)
         try:
-            mass.add_(await ctx.recv(peer, tag, timeout=timeout))
+            mass.add_(share.decode(await ctx.recv(peer, tag, timeout=timeout)))
         except CommError:
             ctx.record("shares_missed", 1.0)
     for transfer in transfers:
@@ -53,5 +58,5 @@ async def push_shares(
             await transfer.delivered()
         except CommError:
             transfer.cancel()
-            mass.add_(share)
+            mass.add_(share.decoded)
             ctx.record("shares_taken_back", 1.0)

@@ -49,9 +49,10 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from gossamer.comm.buffers import synchronise_buffers_in_pairs
+from gossamer.comm.coding import Coding
 from gossamer.comm.context import Context, MethodState, Round
 from gossamer.comm.meetings import Meetings
-from gossamer.methods.base import Method, state_of
+from gossamer.methods.base import Method, Sends, state_of
 from gossamer.mixing.meetings import check_topology_of_meetings, chi_of_meetings
 from gossamer.mixing.topologies import TopologySetting, topology_field
 from gossamer.training.layout import ParameterLayout
@@ -118,6 +119,10 @@ class A2CiD2(Method):
     def overlaps(self) -> bool:
         return True
 
+    @property
+    def sends(self) -> Sends:
+        return Sends(points=True)
+
     def init(self, replica: Replica) -> A2CiD2State:
         return A2CiD2State(companion=replica.parameters.clone())
 
@@ -134,6 +139,7 @@ class A2CiD2(Method):
                 topology=self.topology,
                 rate=self.meetings_per_step,
                 num_steps=self.inner_steps,
+                coding=Coding(self.codec),
             )
             async with ctx.task_group() as tasks:
                 tasks.start(self._meet(meetings, copies, alpha_tilde))

@@ -47,9 +47,10 @@ from pydantic import Field
 from torch import Tensor
 
 from gossamer.comm.buffers import synchronise_buffers_in_pairs
+from gossamer.comm.coding import Coding
 from gossamer.comm.context import Context, MethodState
 from gossamer.comm.meetings import Meetings
-from gossamer.methods.base import Method
+from gossamer.methods.base import Method, Sends
 from gossamer.mixing.meetings import check_topology_of_meetings
 from gossamer.mixing.topologies import TopologySetting, topology_field
 from gossamer.training.layout import ParameterLayout
@@ -77,6 +78,10 @@ class ADPSGD(Method):
     def overlaps(self) -> bool:
         return True
 
+    @property
+    def sends(self) -> Sends:
+        return Sends(points=True)
+
     def init(self, replica: Replica) -> MethodState:
         return MethodState()
 
@@ -91,6 +96,7 @@ class ADPSGD(Method):
                 topology=self.topology,
                 rate=self.meetings_per_step,
                 num_steps=self.inner_steps,
+                coding=Coding(self.codec),
             )
             async with ctx.task_group() as tasks:
                 tasks.start(self._average(meetings, point))

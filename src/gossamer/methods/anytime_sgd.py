@@ -63,7 +63,10 @@ class AnytimeSGD(Method):
         return True
 
     def init(self, replica: Replica) -> AnytimeState:
-        return AnytimeState(iterate=replica.parameters.clone())
+        return AnytimeState(
+            iterate=replica.parameters.clone(),
+            residual=self.new_residual(replica, 2),  # of SLowcal-SGD
+        )
 
     async def run(self, ctx: Context, state: MethodState) -> None:
         state = state_of(AnytimeState, state)

@@ -6,10 +6,13 @@ A method file reads like its paper's algorithm box. It touches the world through
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from torch import Tensor
 
+from gossamer.codec import PLAIN, check_codec, is_sparse
 from gossamer.comm.context import Context, MethodState
 from gossamer.errors import ConfigError
 from gossamer.settings import Settings
@@ -21,6 +24,19 @@ S = TypeVar("S", bound=MethodState)
 
 SHARED: dict[str, Any] = {"shared": True}
 """Marks a hyperparameter that comparisons carry over from one method to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sends:
+    """What a method sends that a codec encodes.
+
+    Args:
+        points: parameters themselves are sent, of which no value may be left out.
+        averages: all members adopt what was decoded, so that an error can be fed back.
+    """
+
+    points: bool = False
+    averages: bool = False
 
 
 class Method(Settings):
@@ -40,6 +56,53 @@ class Method(Settings):
         description="H, inner steps in a round",
         json_schema_extra=SHARED,
     )
+    codec: str = Field(
+        PLAIN,
+        description='encoding of what is sent: "none", or such as "bf16", "int8", "topk:0.01"',
+        json_schema_extra=SHARED,
+    )
+    error_feedback: bool | None = Field(
+        None, description="what payloads lose is added to the next ones; left out: with topk"
+    )
+
+    @model_validator(mode="after")
+    def _codec_fits(self) -> Method:
+        check_codec(self.codec)
+        if self.codec == PLAIN:
+            if self.error_feedback:
+                raise ValueError("error_feedback: needs a codec, as nothing is lost without one")
+            return self
+        if self.sends is None:
+            raise ValueError(
+                f"codec: {self.name} sends nothing that could be encoded, and {self.codec!r} would "
+                f"be ignored; leave it out"
+            )
+        if self.sends.points and is_sparse(self.codec):
+            raise ValueError(
+                f"codec: {self.codec!r} leaves values out, and {self.name} sends parameters "
+                f"themselves, of which the small ones would never be mixed; take a codec that "
+                f'keeps all values, such as "int8"'
+            )
+        if self.error_feedback and not self.sends.averages:
+            raise ValueError(
+                f"error_feedback: with {self.name} what a payload loses stays with its worker, or "
+                f"is the method's own business; leave it out"
+            )
+        return self
+
+    @property
+    def sends(self) -> Sends | None:
+        """What of this method's payloads a codec encodes; None: nothing."""
+        return None
+
+    def new_residual(self, replica: Replica, parts: int = 1) -> Tensor | None:
+        """What `MethodState.residual` begins with, [parts P]; None without error feedback."""
+        wanted = self.error_feedback
+        if self.sends is None or not self.sends.averages or self.codec == PLAIN:
+            return None
+        if not (is_sparse(self.codec) if wanted is None else wanted):
+            return None
+        return replica.parameters.new_zeros(parts * replica.parameters.numel())
 
     @abstractmethod
     def init(self, replica: Replica) -> MethodState:

@@ -26,9 +26,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 from gossamer.comm.buffers import synchronise_buffers
+from gossamer.comm.coding import Coding
 from gossamer.comm.collectives import all_reduce_until_complete
 from gossamer.comm.context import Context, MethodState
-from gossamer.methods.base import Method
+from gossamer.methods.base import Method, Sends
 from gossamer.training.replica import Replica
 
 
@@ -42,16 +43,21 @@ class DataParallel(Method):
     def moments_are_shared(self) -> bool:
         return True
 
+    @property
+    def sends(self) -> Sends:
+        return Sends(averages=True)
+
     def init(self, replica: Replica) -> MethodState:
-        return MethodState()
+        return MethodState(residual=self.new_residual(replica))
 
     async def run(self, ctx: Context, state: MethodState) -> None:
+        coding = Coding(self.codec, residual=state.residual)
         async for round_ in ctx.rounds(state):
             agreed = round_
             for step in range(self.inner_steps):
                 gradient = (await ctx.gradient()).clone()
                 agreed = await all_reduce_until_complete(
-                    ctx, agreed, "gradient", gradient, step=step
+                    ctx, agreed, "gradient", gradient, step=step, coding=coding
                 )
                 ctx.apply_gradient(gradient)
             await synchronise_buffers(ctx, agreed, agreed.members.workers)

@@ -56,7 +56,7 @@ from gossamer.comm.context import Context, MethodState
 from gossamer.comm.letters import Letter, LetterContext, with_letters
 from gossamer.comm.reports import Reports, StepTimes, send_report
 from gossamer.errors import ConfigError
-from gossamer.methods.base import Method, outer_learning_rate, outer_momentum, state_of
+from gossamer.methods.base import Method, Sends, outer_learning_rate, outer_momentum, state_of
 from gossamer.mixing.fragments import Fragment, Scheme, fragments_of, most_fragments
 from gossamer.mixing.merge import merge_fragment, token_weight
 from gossamer.mixing.schedule import Schedule
@@ -132,6 +132,10 @@ class DecoupledDiLoCo(Method):
     codec: str = Field(PLAIN, description="encoding of what learners send (paper: bf16, int4)")
     codec_down: str = Field(PLAIN, description="encoding of what syncers send")
     syncers: int = Field(1, ge=1, description="shards of the syncer, each with its fragments")
+
+    @property
+    def sends(self) -> Sends:
+        return Sends()
 
     @property
     def num_syncers(self) -> int:

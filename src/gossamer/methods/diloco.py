@@ -39,9 +39,10 @@ import torch
 from torch import Tensor
 
 from gossamer.comm.buffers import synchronise_buffers
+from gossamer.comm.coding import Coding
 from gossamer.comm.collectives import all_reduce_until_complete
 from gossamer.comm.context import Context, MethodState
-from gossamer.methods.base import Method, outer_learning_rate, outer_momentum, state_of
+from gossamer.methods.base import Method, Sends, outer_learning_rate, outer_momentum, state_of
 from gossamer.outer.nesterov import nesterov_step_
 from gossamer.training.replica import Replica
 
@@ -63,17 +64,25 @@ class DiLoCo(Method):
     outer_learning_rate: float = outer_learning_rate()
     outer_momentum: float = outer_momentum()
 
+    @property
+    def sends(self) -> Sends:
+        return Sends(averages=True)
+
     def init(self, replica: Replica) -> DiLoCoState:
         start = replica.parameters
-        return DiLoCoState(anchor=start.clone(), momentum=start.new_zeros(start.shape))
+        return DiLoCoState(
+            anchor=start.clone(),
+            momentum=start.new_zeros(start.shape),
+            residual=self.new_residual(replica),
+        )
 
     async def run(self, ctx: Context, state: MethodState) -> None:
         state = state_of(DiLoCoState, state)
-        replica = ctx.replica
+        replica, coding = ctx.replica, Coding(self.codec, residual=state.residual)
         async for round_ in ctx.rounds(state):
             await ctx.train(self.inner_steps)
             delta = torch.sub(state.anchor, replica.parameters, out=ctx.scratch())
-            agreed = await all_reduce_until_complete(ctx, round_, "outer", delta)
+            agreed = await all_reduce_until_complete(ctx, round_, "outer", delta, coding=coding)
             nesterov_step_(
                 state.anchor,
                 state.momentum,

@@ -43,9 +43,10 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
+from gossamer.comm.coding import Coding
 from gossamer.comm.context import Context, MethodState, Round
 from gossamer.comm.neighbours import mix_buffers, mix_neighbours
-from gossamer.methods.base import Method
+from gossamer.methods.base import Method, Sends
 from gossamer.mixing.graphs import Weights
 from gossamer.mixing.topologies import TopologySetting, mixing_graph, topology_field
 from gossamer.training.layout import ParameterLayout
@@ -76,6 +77,10 @@ class DSGD(Method):
     def overlaps(self) -> bool:
         return self.order == "combine_then_adapt"
 
+    @property
+    def sends(self) -> Sends:
+        return Sends(points=True)
+
     def init(self, replica: Replica) -> MethodState:
         return MethodState()
 
@@ -94,7 +99,10 @@ class DSGD(Method):
                 if self.order == "adapt_then_combine":
                     await ctx.train(waiting + 1)
                     mixed = ctx.replica.parameters
-                    await mix_neighbours(ctx, round_, "mix", mixed, neighbours, step=step - first)
+                    await mix_neighbours(
+                        ctx, round_, "mix", mixed, neighbours,
+                        step=step - first, coding=Coding(self.codec),
+                    )  # fmt: skip
                 else:
                     if waiting:
                         await ctx.train(waiting)
@@ -112,7 +120,10 @@ class DSGD(Method):
         replica = ctx.replica
         mixed = replica.parameters.clone()
         async with ctx.task_group() as tasks:
-            mixing = tasks.start(mix_neighbours(ctx, round_, "mix", mixed, neighbours, step=step))
+            coding = Coding(self.codec)
+            mixing = tasks.start(
+                mix_neighbours(ctx, round_, "mix", mixed, neighbours, step=step, coding=coding)
+            )
             gradient: Tensor = (await ctx.gradient()).clone()
             await mixing
         replica.parameters.copy_(mixed)

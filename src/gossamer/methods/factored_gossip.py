@@ -57,11 +57,12 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from gossamer.comm.buffers import synchronise_buffers
+from gossamer.comm.coding import Coding
 from gossamer.comm.collectives import average_survivors, check_finite
 from gossamer.comm.context import Context, MethodState, Round
 from gossamer.comm.pairs import average_, average_pair, partners_values
 from gossamer.comm.predictions import group_js_distance
-from gossamer.methods.base import Method, outer_learning_rate, outer_momentum, state_of
+from gossamer.methods.base import Method, Sends, outer_learning_rate, outer_momentum, state_of
 from gossamer.mixing.matchings import partner_of, random_matching
 from gossamer.outer.nesterov import nesterov_step_
 from gossamer.training.layout import ParameterLayout, gather, scatter
@@ -133,9 +134,17 @@ class FactoredGossip(Method):
     def overlaps(self) -> bool:
         return self.mix1 != "none"
 
+    @property
+    def sends(self) -> Sends:
+        return Sends(points=self.mix1 != "none", averages="global" in (self.mix1, self.mix2))
+
     def init(self, replica: Replica) -> FactoredGossipState:
         start = replica.parameters
-        return FactoredGossipState(point=start.clone(), momentum=start.new_zeros(start.shape))
+        return FactoredGossipState(
+            point=start.clone(),
+            momentum=start.new_zeros(start.shape),
+            residual=self.new_residual(replica, 2),  # of z and Delta
+        )
 
     async def run(self, ctx: Context, state: MethodState) -> None:
         state = state_of(FactoredGossipState, state)
@@ -147,7 +156,7 @@ class FactoredGossip(Method):
             delta = torch.sub(state.point, replica.parameters, out=ctx.scratch())
             check_finite(ctx, delta, "outer gradient")
             state.point = mix1.result()  # x; nothing needs z any longer, nor its memory
-            await self._mix2(ctx, round_, delta)
+            await self._mix2(ctx, round_, delta, _half(state, 1))
             nesterov_step_(
                 state.point,
                 state.momentum,
@@ -160,46 +169,63 @@ class FactoredGossip(Method):
 
     async def _mix1(self, ctx: Context, round_: Round, state: FactoredGossipState) -> Tensor:
         """x = Mix1(z), in memory of its own where it differs; z stays while training goes on."""
-        base = await self._mixed(ctx, round_, state.point)
+        base = await self._mixed(ctx, round_, state)
         if self.mix1_weight != 1:  # a lazy mix: part of the way
             base = torch.lerp(state.point, base, self.mix1_weight)
         if self.mix_momentum:
             await self._mix(ctx, round_, "mix1_momentum", self.mix1, state.momentum)
         return base
 
-    async def _mixed(self, ctx: Context, round_: Round, point: Tensor) -> Tensor:
+    async def _mixed(self, ctx: Context, round_: Round, state: FactoredGossipState) -> Tensor:
         """Mix1(z) all the way; z itself where there is nobody to mix with."""
+        point, coding = state.point, Coding(self.codec, residual=_half(state, 0))
         if self.mix1 == "global":
             base = torch.empty_like(point)
-            await average_survivors(ctx, round_, "mix1", point, out=base)
+            await average_survivors(ctx, round_, "mix1", point, out=base, coding=coding)
             return base
         partner = self._partner(ctx, round_, "mix1") if self.mix1 == "pair" else None
         if partner is None:
             return point
-        theirs = await partners_values(ctx, round_, "mix1", point, partner)
+        theirs = await partners_values(ctx, round_, "mix1", point, partner, coding=coding)
         if theirs is None:
             return point
         average_(theirs, point)
         return theirs
 
-    async def _mix2(self, ctx: Context, round_: Round, delta: Tensor) -> None:
+    async def _mix2(
+        self, ctx: Context, round_: Round, delta: Tensor, residual: Tensor | None
+    ) -> None:
         """Delta <- Mix2(Delta), on the subset, where the trigger allows it."""
         if self.mix2 == "none" or not await self._triggered(ctx, round_):
             return
         if self.mix2_subset is None:
-            await self._mix(ctx, round_, "mix2", self.mix2, delta)
+            await self._mix(ctx, round_, "mix2", self.mix2, delta, residual=residual)
             return
         slices = ctx.replica.layout.select(self.mix2_subset)
         subset = gather(delta, slices)
-        await self._mix(ctx, round_, "mix2", self.mix2, subset)
+        owed = None if residual is None else gather(residual, slices)
+        await self._mix(ctx, round_, "mix2", self.mix2, subset, residual=owed)
         scatter(delta, slices, subset)
+        if residual is not None and owed is not None:
+            scatter(residual, slices, owed)
 
-    async def _mix(self, ctx: Context, round_: Round, kind: str, mix: Mix, values: Tensor) -> None:
+    async def _mix(
+        self,
+        ctx: Context,
+        round_: Round,
+        kind: str,
+        mix: Mix,
+        values: Tensor,
+        *,
+        residual: Tensor | None = None,
+    ) -> None:
         """Mix `values` in place with the members that `mix` names."""
+        coding = Coding(self.codec, residual=residual)
         if mix == "global":
-            await average_survivors(ctx, round_, kind, values)
+            await average_survivors(ctx, round_, kind, values, coding=coding)
         elif mix == "pair":
-            await average_pair(ctx, round_, kind, values, self._partner(ctx, round_, kind))
+            partner = self._partner(ctx, round_, kind)
+            await average_pair(ctx, round_, kind, values, partner, coding=coding)
 
     def _partner(self, ctx: Context, round_: Round, kind: str) -> int | None:
         """My peer in this round's random matching: a pure function of seed, round and members."""
@@ -228,3 +254,8 @@ class FactoredGossip(Method):
             return round_.members.workers
         partner = self._partner(ctx, round_, kind) if mix == "pair" else None
         return (ctx.worker,) if partner is None else tuple(sorted((ctx.worker, partner)))
+
+
+def _half(state: FactoredGossipState, index: int) -> Tensor | None:
+    """The residual of z (0) or of Delta (1)."""
+    return None if state.residual is None else state.residual.chunk(2)[index]

@@ -46,10 +46,11 @@ from pydantic import Field
 from torch import Tensor
 
 from gossamer.comm.buffers import synchronise_buffers
+from gossamer.comm.coding import Coding, start_of
 from gossamer.comm.collectives import all_reduce_until_complete
 from gossamer.comm.context import Context, MethodState
 from gossamer.errors import ConfigError
-from gossamer.methods.base import Method, state_of
+from gossamer.methods.base import Method, Sends, state_of
 from gossamer.training.replica import Replica
 from gossamer.training.settings import Training
 
@@ -82,17 +83,25 @@ class FedAC(Method):
                 f"{1 / training.learning_rate:g} is possible; got {self.strong_convexity:g}"
             )
 
+    @property
+    def sends(self) -> Sends:
+        return Sends(averages=True)
+
     def init(self, replica: Replica) -> FedACState:
-        return FedACState(iterate=replica.parameters.clone())
+        return FedACState(
+            iterate=replica.parameters.clone(), residual=self.new_residual(replica, 2)
+        )
 
     async def run(self, ctx: Context, state: MethodState) -> None:
         state = state_of(FedACState, state)
         average = ctx.replica.parameters
         async for round_ in ctx.rounds(state):
+            start = start_of(self.codec, state.iterate, average)
             for _ in range(self.inner_steps):
                 await self._step(ctx, state)
             points = torch.cat([state.iterate, average])
-            agreed = await all_reduce_until_complete(ctx, round_, "points", points)
+            coding = Coding(self.codec, parts=2, since=start, residual=state.residual)
+            agreed = await all_reduce_until_complete(ctx, round_, "points", points, coding=coding)
             iterate, mean = points.chunk(2)
             state.iterate.copy_(iterate)
             average.copy_(mean)

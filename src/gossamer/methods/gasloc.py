@@ -54,19 +54,14 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from gossamer.comm.collectives import check_finite
+from gossamer.comm.coding import Coding, Shown
+from gossamer.comm.collectives import shown
 from gossamer.comm.context import Context, MethodState, Round
 from gossamer.comm.neighbours import add_differences_, mix_buffers, mix_neighbours, swap
 from gossamer.comm.news import News, rounds_to_rest, steps_by_speed, steps_by_time
 from gossamer.errors import ConfigError
-from gossamer.methods.base import Method, state_of
-from gossamer.mixing.consensus import (
-    Choice,
-    Form,
-    consensus_rate,
-    optimal_choice,
-    stable_choice,
-)
+from gossamer.methods.base import Method, Sends, state_of
+from gossamer.mixing.consensus import Choice, Form, consensus_rate, optimal_choice, stable_choice
 from gossamer.mixing.graphs import MixingGraph, Weights
 from gossamer.mixing.topologies import TopologySetting, mixing_graph, topology_field
 from gossamer.training.layout import ParameterLayout
@@ -159,6 +154,10 @@ class GASLoC(Method):
             f"method.allow_unstable = true"
         )
 
+    @property
+    def sends(self) -> Sends:
+        return Sends(points=True)
+
     def init(self, replica: Replica) -> GASLoCState:
         return GASLoCState(previous=replica.parameters.clone())
 
@@ -206,13 +205,9 @@ class GASLoC(Method):
         news.note(ctx.worker, mine._replace(round_index=round_.index, step_s=step_s))
 
     async def _mix(
-        self,
-        ctx: Context,
-        round_: Round,
-        state: GASLoCState,
-        values: Tensor,
+        self, ctx: Context, round_: Round, state: GASLoCState, values: Tensor,
         neighbours: Neighbours,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Mix `values` with the neighbours in place, and exchange news with them."""
         present = ctx.refresh_members(round_).members
         neighbours = [(peer, weight) for peer, weight in neighbours if peer in present]
@@ -222,7 +217,8 @@ class GASLoC(Method):
         else:
             peers = [peer for peer, _ in neighbours]
             news.send(ctx, round_, "news", peers)
-            held = await mix_neighbours(ctx, round_, "mix", values, neighbours)
+            coding = Coding(self.codec)
+            held = await mix_neighbours(ctx, round_, "mix", values, neighbours, coding=coding)
             await news.take(ctx, round_, "news", held)
         ctx.record("reached", news.num_reached(round_.members.workers, round_.index))
 
@@ -233,11 +229,11 @@ class GASLoC(Method):
 
         Workers with slow links rest in most rounds; see `rounds_to_rest`.
         """
-        check_finite(ctx, values, "mix vector")
+        view = shown(ctx, values, Coding(self.codec), "mix vector")
         received: dict[int, Tensor] = {}
         async with ctx.task_group() as tasks:
             edges = {
-                peer: tasks.start(self._meet(ctx, round_, news, values, peer))
+                peer: tasks.start(self._meet(ctx, round_, news, view, peer))
                 for peer, _ in neighbours
             }
             for peer, edge in edges.items():
@@ -253,7 +249,7 @@ class GASLoC(Method):
             news.note(ctx.worker, mine._replace(next_mix=round_.index + 1 + pause))
 
     async def _meet(
-        self, ctx: Context, round_: Round, news: News, values: Tensor, peer: int
+        self, ctx: Context, round_: Round, news: News, view: Shown, peer: int
     ) -> Tensor | None:
         """The vector of a peer; None where one of us rests in this round, or the edge failed."""
         if not await news.swap(ctx, round_, "news", peer):
@@ -263,7 +259,7 @@ class GASLoC(Method):
             ctx.record("rests", 1.0)
             return None
         begun = ctx.now()
-        theirs = await swap(ctx, round_.tag("mix"), values, peer)
+        theirs = await swap(ctx, round_.tag("mix"), view, peer)
         if theirs is None:
             ctx.record("failed_exchanges", 1.0)
         else:

@@ -71,11 +71,13 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from gossamer.comm.buffers import synchronise_buffers
+from gossamer.comm.coding import Coding, start_of
 from gossamer.comm.collectives import all_reduce_until_complete
 from gossamer.comm.context import Context, MethodState, Round
-from gossamer.methods.base import state_of
+from gossamer.methods.base import Sends, state_of
 from gossamer.methods.mu2_sgd import DoubleMomentumState, Mu2SGD
 from gossamer.outer.double_momentum import Momenta
 
@@ -115,18 +117,28 @@ class LocalMixVR(Mu2SGD):
         """K_loc = floor((1 - alpha) K)."""
         return self.inner_steps - self.minibatch
 
+    @property
+    def sends(self) -> Sends:
+        return Sends(averages=True)
+
     async def run(self, ctx: Context, state: MethodState) -> None:
         state = state_of(DoubleMomentumState, state)
         async for round_ in ctx.rounds(state):
+            start = self._agreed_points(ctx, state)
             sync = (round_.index + 1) * (self.local_steps + 1)  # the round's last step
             for t in range(sync - self.local_steps, sync):
                 await self.estimate(ctx, state, t, corrected=self.variance_reduction)
                 self.step(ctx.replica, state, t)
-            agreed = await self._average_points(ctx, round_, state) if self.local_steps else round_
+            agreed = round_
+            if self.local_steps:
+                agreed = await self._average_points(ctx, round_, state, start)
             await self.estimate(
                 ctx, state, sync, num_batches=self.minibatch, corrected=self.drift_correction
             )
-            agreed = await all_reduce_until_complete(ctx, agreed, "estimator", state.estimator)
+            agreed = await all_reduce_until_complete(
+                ctx, agreed, "estimator", state.estimator,
+                coding=Coding(self.codec, residual=self._owed(state, 2, 3)),
+            )  # fmt: skip
             self.step(ctx.replica, state, sync)
             await synchronise_buffers(ctx, agreed, agreed.members.workers)
 
@@ -134,17 +146,35 @@ class LocalMixVR(Mu2SGD):
         momenta = super().momenta(t)
         return momenta if self.anytime_averaging else momenta._replace(gamma=1.0)
 
+    def _agreed_points(self, ctx: Context, state: DoubleMomentumState) -> Tensor | None:
+        """w and x before the round, equal on all members, where a codec needs them."""
+        if not self.anytime_averaging:
+            return start_of(self.codec, state.iterate)
+        return start_of(self.codec, state.iterate, ctx.replica.parameters)
+
+    @staticmethod
+    def _owed(state: DoubleMomentumState, first: int, end: int) -> Tensor | None:
+        """The residuals of vectors `first` to `end` of w, x and d."""
+        if state.residual is None:
+            return None
+        numel = state.iterate.numel()
+        return state.residual[first * numel : end * numel]
+
     async def _average_points(
-        self, ctx: Context, round_: Round, state: DoubleMomentumState
+        self, ctx: Context, round_: Round, state: DoubleMomentumState, start: Tensor | None
     ) -> Round:
         """w and x become their means over the members; the previous x stays each worker's own."""
         x = ctx.replica.parameters
+        parts = 2 if self.anytime_averaging else 1
+        coding = Coding(self.codec, parts=parts, since=start, residual=self._owed(state, 0, parts))
         if not self.anytime_averaging:  # x is w
-            agreed = await all_reduce_until_complete(ctx, round_, "points", state.iterate)
+            agreed = await all_reduce_until_complete(
+                ctx, round_, "points", state.iterate, coding=coding
+            )
             x.copy_(state.iterate)
             return agreed
         points = torch.cat([state.iterate, x])
-        agreed = await all_reduce_until_complete(ctx, round_, "points", points)
+        agreed = await all_reduce_until_complete(ctx, round_, "points", points, coding=coding)
         iterate, average = points.chunk(2)
         state.iterate.copy_(iterate)
         x.copy_(average)

@@ -38,9 +38,10 @@ from pydantic import Field
 from torch import Tensor
 
 from gossamer.comm.buffers import synchronise_buffers
+from gossamer.comm.coding import Coding, start_of
 from gossamer.comm.collectives import all_reduce_until_complete
 from gossamer.comm.context import Context, MethodState, Round
-from gossamer.methods.base import Method, state_of
+from gossamer.methods.base import Method, Sends, state_of
 from gossamer.training.replica import Replica
 
 
@@ -64,29 +65,43 @@ class LocalMomentum(Method):
     def makes_own_steps(self) -> bool:
         return True
 
+    @property
+    def sends(self) -> Sends:
+        return Sends(averages=True)
+
     def init(self, replica: Replica) -> LocalMomentumState:
-        return LocalMomentumState(momentum=replica.parameters.new_zeros(replica.parameters.shape))
+        return LocalMomentumState(
+            momentum=replica.parameters.new_zeros(replica.parameters.shape),
+            residual=self.new_residual(replica, 1 + self.average_momentum),
+        )
 
     async def run(self, ctx: Context, state: MethodState) -> None:
         state = state_of(LocalMomentumState, state)
         x = ctx.replica.parameters
         async for round_ in ctx.rounds(state):
+            agreed_before = [x, state.momentum] if self.average_momentum else [x]
+            start = start_of(self.codec, *agreed_before)
             for _ in range(self.inner_steps):
                 (gradient,) = await ctx.gradients([x])
                 state.momentum.mul_(self.momentum).add_(gradient)
                 x.sub_(state.momentum, alpha=ctx.replica.learning_rate)
-            agreed = await self._average(ctx, round_, state)
+            coding = Coding(
+                self.codec, parts=len(agreed_before), since=start, residual=state.residual
+            )
+            agreed = await self._average(ctx, round_, state, coding)
             await synchronise_buffers(ctx, agreed, agreed.members.workers)
 
-    async def _average(self, ctx: Context, round_: Round, state: LocalMomentumState) -> Round:
+    async def _average(
+        self, ctx: Context, round_: Round, state: LocalMomentumState, coding: Coding
+    ) -> Round:
         x = ctx.replica.parameters
         if not self.average_momentum:
             mean = x.clone()
-            agreed = await all_reduce_until_complete(ctx, round_, "average", mean)
+            agreed = await all_reduce_until_complete(ctx, round_, "average", mean, coding=coding)
             x.copy_(mean)
             return agreed
         vectors = torch.cat([x, state.momentum])
-        agreed = await all_reduce_until_complete(ctx, round_, "average", vectors)
+        agreed = await all_reduce_until_complete(ctx, round_, "average", vectors, coding=coding)
         mean, momentum = vectors.chunk(2)
         x.copy_(mean)
         state.momentum.copy_(momentum)

@@ -25,9 +25,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 from gossamer.comm.buffers import synchronise_buffers
+from gossamer.comm.coding import Coding, start_of
 from gossamer.comm.collectives import all_reduce_until_complete
 from gossamer.comm.context import Context, MethodState
-from gossamer.methods.base import Method
+from gossamer.methods.base import Method, Sends
 from gossamer.training.replica import Replica
 
 
@@ -37,14 +38,20 @@ class LocalSGD(Method):
     name: ClassVar[str] = "local_sgd"
     State: ClassVar[type[MethodState]] = MethodState
 
+    @property
+    def sends(self) -> Sends:
+        return Sends(averages=True)
+
     def init(self, replica: Replica) -> MethodState:
-        return MethodState()
+        return MethodState(residual=self.new_residual(replica))
 
     async def run(self, ctx: Context, state: MethodState) -> None:
         replica = ctx.replica
         async for round_ in ctx.rounds(state):
+            start = start_of(self.codec, replica.parameters)
             await ctx.train(self.inner_steps)
             mean = replica.parameters.clone()
-            agreed = await all_reduce_until_complete(ctx, round_, "average", mean)
+            coding = Coding(self.codec, since=start, residual=state.residual)
+            agreed = await all_reduce_until_complete(ctx, round_, "average", mean, coding=coding)
             replica.parameters.copy_(mean)
             await synchronise_buffers(ctx, agreed, agreed.members.workers)

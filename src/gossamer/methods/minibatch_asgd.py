@@ -43,9 +43,10 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from gossamer.comm.buffers import synchronise_buffers
+from gossamer.comm.coding import Coding
 from gossamer.comm.collectives import all_reduce_until_complete
 from gossamer.comm.context import Context, MethodState, Round
-from gossamer.methods.base import Method, state_of
+from gossamer.methods.base import Method, Sends, state_of
 from gossamer.outer.nesterov import nesterov_step_
 from gossamer.training.replica import Replica
 
@@ -80,11 +81,16 @@ class MinibatchASGD(Method):
     def makes_own_steps(self) -> bool:
         return True
 
+    @property
+    def sends(self) -> Sends:
+        return Sends(averages=True)
+
     def init(self, replica: Replica) -> MinibatchASGDState:
         start = replica.parameters
         is_point = self.form == "ac_sa"
         return MinibatchASGDState(
-            iterate=start.clone() if is_point else start.new_zeros(start.shape)
+            iterate=start.clone() if is_point else start.new_zeros(start.shape),
+            residual=self.new_residual(replica),
         )
 
     async def run(self, ctx: Context, state: MethodState) -> None:
@@ -99,14 +105,14 @@ class MinibatchASGD(Method):
         share = 2 / (t + 1)
         average = ctx.replica.parameters
         middle = torch.lerp(average, state.iterate, share)
-        gradient, agreed = await self._mean_gradient(ctx, round_, middle)
+        gradient, agreed = await self._mean_gradient(ctx, round_, state, middle)
         state.iterate.sub_(gradient, alpha=ctx.replica.learning_rate * t / 2)
         average.lerp_(state.iterate, share)
         return agreed
 
     async def _nesterov(self, ctx: Context, round_: Round, state: MinibatchASGDState) -> Round:
         x = ctx.replica.parameters
-        gradient, agreed = await self._mean_gradient(ctx, round_, x)
+        gradient, agreed = await self._mean_gradient(ctx, round_, state, x)
         nesterov_step_(
             x,
             state.iterate,
@@ -117,8 +123,9 @@ class MinibatchASGD(Method):
         return agreed
 
     async def _mean_gradient(
-        self, ctx: Context, round_: Round, point: Tensor
+        self, ctx: Context, round_: Round, state: MinibatchASGDState, point: Tensor
     ) -> tuple[Tensor, Round]:
         (gradient,) = await ctx.gradients([point], self.inner_steps)
-        agreed = await all_reduce_until_complete(ctx, round_, "gradient", gradient)
+        coding = Coding(self.codec, residual=state.residual)
+        agreed = await all_reduce_until_complete(ctx, round_, "gradient", gradient, coding=coding)
         return gradient, agreed

@@ -30,9 +30,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 from gossamer.comm.buffers import synchronise_buffers
+from gossamer.comm.coding import Coding
 from gossamer.comm.collectives import all_reduce_until_complete
 from gossamer.comm.context import Context, MethodState
-from gossamer.methods.base import Method
+from gossamer.methods.base import Method, Sends
 from gossamer.training.replica import Replica
 
 
@@ -46,13 +47,20 @@ class MinibatchSGD(Method):
     def makes_own_steps(self) -> bool:
         return True
 
+    @property
+    def sends(self) -> Sends:
+        return Sends(averages=True)
+
     def init(self, replica: Replica) -> MethodState:
-        return MethodState()
+        return MethodState(residual=self.new_residual(replica))
 
     async def run(self, ctx: Context, state: MethodState) -> None:
         x = ctx.replica.parameters
+        coding = Coding(self.codec, residual=state.residual)
         async for round_ in ctx.rounds(state):
             (gradient,) = await ctx.gradients([x], self.inner_steps)
-            agreed = await all_reduce_until_complete(ctx, round_, "gradient", gradient)
+            agreed = await all_reduce_until_complete(
+                ctx, round_, "gradient", gradient, coding=coding
+            )
             x.sub_(gradient, alpha=ctx.replica.learning_rate)
             await synchronise_buffers(ctx, agreed, agreed.members.workers)

@@ -120,6 +120,7 @@ class Mu2SGD(Method):
             iterate=start.clone(),
             previous=start.clone(),
             estimator=start.new_zeros(start.shape),
+            residual=self.new_residual(replica, 3),  # of Local MixVR: w, x and d
         )
 
     async def run(self, ctx: Context, state: MethodState) -> None:

@@ -53,11 +53,12 @@ from pydantic import Field
 from torch import Tensor
 
 from gossamer.comm.buffers import synchronise_buffers
+from gossamer.comm.coding import Coding
 from gossamer.comm.collectives import average_survivors
 from gossamer.comm.context import Context, MethodState, Round
 from gossamer.comm.pairs import average_pair
 from gossamer.errors import ConfigError
-from gossamer.methods.base import Method, state_of
+from gossamer.methods.base import Method, Sends, state_of
 from gossamer.mixing.groups import group_of, pull_of_random_groups, random_groups
 from gossamer.training.layout import ParameterLayout
 from gossamer.training.replica import Replica
@@ -106,6 +107,10 @@ class NoLoCo(Method):
                 f"{high:.3g}); lower alpha or gamma, or set method.allow_unstable = true"
             )
 
+    @property
+    def sends(self) -> Sends:
+        return Sends(points=True)
+
     def init(self, replica: Replica) -> NoLoCoState:
         start = replica.parameters
         return NoLoCoState(point=start.clone(), momentum=start.new_zeros(start.shape))
@@ -135,8 +140,9 @@ class NoLoCo(Method):
         self, ctx: Context, round_: Round, group: tuple[int, ...], values: Tensor
     ) -> None:
         """Average `values` in place over the group, or over those of it whose links hold."""
+        coding = Coding(self.codec, parts=2)
         if self.group_size == 2:
             partner = next((worker for worker in group if worker != ctx.worker), None)
-            await average_pair(ctx, round_, "outer", values, partner)
+            await average_pair(ctx, round_, "outer", values, partner, coding=coding)
         else:
-            await average_survivors(ctx, round_, "outer", values, group=group)
+            await average_survivors(ctx, round_, "outer", values, group=group, coding=coding)

@@ -42,9 +42,10 @@ import torch
 from torch import Tensor
 
 from gossamer.comm.buffers import synchronise_buffers_in_pairs
+from gossamer.comm.coding import Coding
 from gossamer.comm.context import Context, MethodState
 from gossamer.comm.push import push_shares
-from gossamer.methods.base import Method, state_of
+from gossamer.methods.base import Method, Sends, state_of
 from gossamer.mixing.topologies import TopologySetting, topology_field
 from gossamer.training.layout import ParameterLayout
 from gossamer.training.replica import Replica
@@ -69,6 +70,10 @@ class SGP(Method):
         if num_workers > 1:
             self.topology.validate_for(num_workers)
 
+    @property
+    def sends(self) -> Sends:
+        return Sends(points=True)
+
     def init(self, replica: Replica) -> SGPState:
         start = replica.parameters
         return SGPState(mass=torch.cat([start, start.new_ones(1)]))
@@ -76,6 +81,7 @@ class SGP(Method):
     async def run(self, ctx: Context, state: MethodState) -> None:
         state = state_of(SGPState, state)
         replica = ctx.replica
+        coding = Coding(self.codec, exact_tail=1)  # the weight goes as it is
         numerator, weight = state.mass[:-1], state.mass[-1:]
         async for round_ in ctx.rounds(state):
             for step in range(self.inner_steps):
@@ -87,6 +93,6 @@ class SGP(Method):
                     round_.index * self.inner_steps + step,
                     round_.members.workers,
                 )
-                await push_shares(ctx, round_, "push", state.mass, arcs, step=step)
+                await push_shares(ctx, round_, "push", state.mass, arcs, step=step, coding=coding)
                 torch.div(numerator, weight, out=replica.parameters)
             await synchronise_buffers_in_pairs(ctx, round_)

@@ -34,10 +34,11 @@ from typing import ClassVar
 import torch
 
 from gossamer.comm.buffers import synchronise_buffers
+from gossamer.comm.coding import Coding, start_of
 from gossamer.comm.collectives import all_reduce_until_complete
 from gossamer.comm.context import Context, MethodState
 from gossamer.methods.anytime_sgd import AnytimeSGD, AnytimeState
-from gossamer.methods.base import state_of
+from gossamer.methods.base import Sends, state_of
 
 
 class SlowcalSGD(AnytimeSGD):
@@ -45,13 +46,19 @@ class SlowcalSGD(AnytimeSGD):
 
     name: ClassVar[str] = "slowcal_sgd"
 
+    @property
+    def sends(self) -> Sends:
+        return Sends(averages=True)
+
     async def run(self, ctx: Context, state: MethodState) -> None:
         state = state_of(AnytimeState, state)
         x = ctx.replica.parameters
         async for round_ in ctx.rounds(state):
+            start = start_of(self.codec, state.iterate, x)
             await self.local_steps(ctx, state, round_.index * self.inner_steps + 1)
             points = torch.cat([state.iterate, x])
-            agreed = await all_reduce_until_complete(ctx, round_, "points", points)
+            coding = Coding(self.codec, parts=2, since=start, residual=state.residual)
+            agreed = await all_reduce_until_complete(ctx, round_, "points", points, coding=coding)
             iterate, average = points.chunk(2)
             state.iterate.copy_(iterate)
             x.copy_(average)

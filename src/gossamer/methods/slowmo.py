@@ -45,10 +45,11 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from gossamer.comm.buffers import synchronise_buffers
+from gossamer.comm.coding import Coding
 from gossamer.comm.collectives import all_reduce_until_complete
 from gossamer.comm.context import Context, MethodState, Round
 from gossamer.comm.neighbours import mix_neighbours
-from gossamer.methods.base import Method, state_of
+from gossamer.methods.base import Method, Sends, state_of
 from gossamer.mixing.graphs import Weights
 from gossamer.mixing.topologies import (
     TopologySetting,
@@ -90,12 +91,19 @@ class SlowMo(Method):
             raise ValueError('topology, weights: used with base = "gossip" only; leave them out')
         return self
 
+    @property
+    def sends(self) -> Sends:
+        return Sends(averages=True, points=self.base == "gossip")
+
     def validate_for(self, layout: ParameterLayout, num_workers: int) -> None:
         if self.base == "gossip" and num_workers > 1:
             self.topology.validate_for(num_workers)
 
     def init(self, replica: Replica) -> SlowMoState:
-        return SlowMoState(momentum=replica.parameters.new_zeros(replica.parameters.shape))
+        return SlowMoState(
+            momentum=replica.parameters.new_zeros(replica.parameters.shape),
+            residual=self.new_residual(replica),
+        )
 
     async def run(self, ctx: Context, state: MethodState) -> None:
         state = state_of(SlowMoState, state)
@@ -107,7 +115,8 @@ class SlowMo(Method):
             else:
                 await self._gossip(ctx, round_)
             mean = replica.parameters.clone()
-            agreed = await all_reduce_until_complete(ctx, round_, "average", mean)
+            coding = Coding(self.codec, since=start, residual=state.residual)
+            agreed = await all_reduce_until_complete(ctx, round_, "average", mean, coding=coding)
             learning_rate = replica.learning_rate
             state.momentum.mul_(self.beta)
             if learning_rate > 0:  # a schedule may end at 0, where nothing has moved
@@ -128,4 +137,7 @@ class SlowMo(Method):
                 members=round_.members.workers,
             )
             neighbours = graph.neighbours(ctx.worker)
-            await mix_neighbours(ctx, round_, "mix", ctx.replica.parameters, neighbours, step=step)
+            await mix_neighbours(
+                ctx, round_, "mix", ctx.replica.parameters, neighbours,
+                step=step, coding=Coding(self.codec),
+            )  # fmt: skip
