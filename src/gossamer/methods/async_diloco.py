@@ -51,12 +51,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from gossamer.codec import decoded, encoded
 from gossamer.comm.collectives import check_finite
 from gossamer.comm.context import Context, MethodState
 from gossamer.comm.letters import Letter, LetterContext, with_letters
 from gossamer.comm.news import Row, steps_by_speed
 from gossamer.comm.reports import NOTHING
-from gossamer.methods.base import Method, outer_learning_rate, outer_momentum, state_of
+from gossamer.methods.base import Method, Sends, outer_learning_rate, outer_momentum, state_of
 from gossamer.outer.delayed_nesterov import delayed_nesterov_step_
 from gossamer.training.replica import Replica
 
@@ -117,6 +118,10 @@ class AsyncDiLoCo(Method):
     )
 
     @property
+    def sends(self) -> Sends:
+        return Sends()  # outer gradients; the model comes back as it is
+
+    @property
     def num_syncers(self) -> int:
         return 1
 
@@ -142,7 +147,8 @@ class AsyncDiLoCo(Method):
             check_finite(ctx, delta, "outer gradient")
             state.asked += 1
             note = (state.taken, state.version, state.samples, step_ns)
-            ctx.post(server, "delta", delta, step=state.asked, note=note)
+            payload = encoded(delta, self.codec)
+            ctx.post(server, "delta", payload, step=state.asked, note=note)
             await self._receive(ctx, state)
 
     async def _receive(self, ctx: LetterContext, state: AsyncWorkerState) -> None:
@@ -201,7 +207,7 @@ class AsyncDiLoCo(Method):
             state.point,
             state.momentum,
             state.pending,
-            letter.payload,
+            decoded(letter.payload, self.codec, numel=state.point.numel(), like=state.point),
             learning_rate=self.outer_learning_rate,
             momentum=self.outer_momentum,
             delay=self.delay or ctx.num_workers,

@@ -48,9 +48,10 @@ import torch
 from torch import Tensor
 
 from gossamer.comm.buffers import synchronise_buffers
+from gossamer.comm.coding import Coding
 from gossamer.comm.collectives import all_reduce_until_complete, check_finite
 from gossamer.comm.context import Context, MethodState, Round
-from gossamer.methods.base import Method, outer_learning_rate, outer_momentum, state_of
+from gossamer.methods.base import Method, Sends, outer_learning_rate, outer_momentum, state_of
 from gossamer.outer.nesterov import nesterov_step_
 from gossamer.training.replica import Replica
 
@@ -82,12 +83,17 @@ class EagerDiLoCo(Method):
     def overlaps(self) -> bool:
         return True
 
+    @property
+    def sends(self) -> Sends:
+        return Sends(averages=True)
+
     def init(self, replica: Replica) -> EagerDiLoCoState:
         start = replica.parameters
         return EagerDiLoCoState(
             anchor=start.clone(),
             momentum=start.new_zeros(start.shape),
             latest=start.new_zeros(start.shape),
+            residual=self.new_residual(replica),
         )
 
     async def run(self, ctx: Context, state: MethodState) -> None:
@@ -123,4 +129,5 @@ class EagerDiLoCo(Method):
         """The mean of all latest outer gradients, in place; there is none in the first round."""
         if not state.group:
             return round_
-        return await all_reduce_until_complete(ctx, round_, "outer", latest)
+        coding = Coding(self.codec, residual=state.residual)
+        return await all_reduce_until_complete(ctx, round_, "outer", latest, coding=coding)

@@ -47,10 +47,11 @@ from pydantic import Field
 from torch import Tensor
 
 from gossamer.comm.buffers import synchronise_buffers
+from gossamer.comm.coding import Coding
 from gossamer.comm.collectives import all_reduce_until_complete
 from gossamer.comm.context import Context, MethodState
 from gossamer.errors import ConfigError
-from gossamer.methods.base import Method, outer_learning_rate, outer_momentum, state_of
+from gossamer.methods.base import Method, Sends, outer_learning_rate, outer_momentum, state_of
 from gossamer.mixing.fragments import Fragment, Scheme, fragments_of, most_fragments
 from gossamer.mixing.schedule import Schedule
 from gossamer.outer.nesterov import nesterov_step_on_
@@ -117,9 +118,17 @@ class StreamingDiLoCo(Method):
             if p is not None:
                 yield step, fragments[p]
 
+    @property
+    def sends(self) -> Sends:
+        return Sends(averages=True)
+
     def init(self, replica: Replica) -> StreamingDiLoCoState:
         start = replica.parameters
-        return StreamingDiLoCoState(anchor=start.clone(), momentum=start.new_zeros(start.shape))
+        return StreamingDiLoCoState(
+            anchor=start.clone(),
+            momentum=start.new_zeros(start.shape),
+            residual=self.new_residual(replica),
+        )
 
     async def run(self, ctx: Context, state: MethodState) -> None:
         state = state_of(StreamingDiLoCoState, state)
@@ -136,12 +145,18 @@ class StreamingDiLoCo(Method):
                     await ctx.train(arrival - tau - step)
                 delta = gather(state.anchor, part.slices)
                 delta.sub_(gather(replica.parameters, part.slices))
+                owed = None if state.residual is None else gather(state.residual, part.slices)
+                coding = Coding(self.codec, residual=owed)
                 async with ctx.task_group() as tasks:
                     averaging = tasks.start(
-                        all_reduce_until_complete(ctx, agreed, "outer", delta, step=turn)
+                        all_reduce_until_complete(
+                            ctx, agreed, "outer", delta, step=turn, coding=coding
+                        )
                     )
                     if tau:
                         await ctx.train(tau)
+                if state.residual is not None and owed is not None:
+                    scatter(state.residual, part.slices, owed)
                 agreed, step = averaging.result(), arrival
                 nesterov_step_on_(
                     state.anchor,
