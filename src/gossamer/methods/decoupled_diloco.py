@@ -38,7 +38,8 @@ Fails       a lost, late or stopped learner is absent from a merge; all others a
             A lost update is repaired by the fragment's next one, and the learner is left out until
             it has it, so that no token is merged twice. When the syncer dies learners train on; it
             returns with its last checkpoint, made before each broadcast. A learner that diverges
-            sends nothing more. One that returns has a donor's state, and counts from zero.
+            sends nothing more. One that returns has a donor's state, and counts from zero; the tokens
+            that its death cost are recorded (`lost_tokens`), but where nothing is left to do so.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class LearnerState(MethodState):
 
     Args:
         steps, tokens: done since the fragment was received.
-        versions: of the fragment as received: merges that are in it.
+        versions: of the fragment as received: the global step of its last merge.
         pulled: own step after which it was read for a merge whose update is not here yet; else -1.
         step: own steps so far.
         owner: whose counters these are; another worker's after a donation.
@@ -90,9 +91,10 @@ class LearnerState(MethodState):
 
 @dataclass(kw_only=True)
 class SyncerState(MethodState):
-    """Theta [P], its momentum [P]; versions [fragments]; global steps done.
+    """Theta [P], its momentum [P]; versions [fragments]: steps of the last merges; steps done.
 
-    `merged_in` and `merged_tokens` [fragments, M] are of the last merge that a learner was in.
+    `merged_in` (its version) and `merged_tokens` [fragments, M] are of the last merge that a
+    learner was in.
     """
 
     point: Tensor
@@ -179,13 +181,17 @@ class DecoupledDiLoCo(Method):
 
     async def run(self, ctx: Context, state: MethodState) -> None:
         learner = _Learner(self, with_letters(ctx), state_of(LearnerState, state))
-        async for _ in ctx.rounds(learner.state):
-            async with ctx.task_group() as tasks:
-                host = tasks.start(learner.serve())
-                for _ in range(self.inner_steps):
-                    await learner.step()
-                host.cancel()
-        ctx.record("pending_tokens", float(learner.state.tokens.sum()))
+        kept = "lost"  # what becomes of tokens that no merge has had
+        try:
+            async for _ in ctx.rounds(learner.state):
+                async with ctx.task_group() as tasks:
+                    host = tasks.start(learner.serve())
+                    for _ in range(self.inner_steps):
+                        await learner.step()
+                    host.cancel()
+            kept = "pending"
+        finally:
+            ctx.record(f"{kept}_tokens", float(learner.state.tokens.sum()))
 
     def init_syncer(self, replica: Replica, num_workers: int) -> SyncerState:
         start, count = replica.parameters, len(self.cut(replica.layout))
@@ -212,8 +218,8 @@ class DecoupledDiLoCo(Method):
                 continue
             learners = await reports.gather(step, grace=self.grace)
             answers = await reports.pull(learners, step, due)
-            self._commit(ctx, state, fragments[due], answers)
             state.step = step
+            self._commit(ctx, state, fragments[due], answers)
             await ctx.checkpoint(state)  # before anybody is told: what is merged stays merged
             self._broadcast(ctx, state, fragments[due])
 
@@ -231,7 +237,7 @@ class DecoupledDiLoCo(Method):
                     decoded(answer.payload, self.codec, numel=part.numel, like=state.point)
                 )
                 weights.append(weight)
-                state.merged_in[p, answer.src] = state.versions[p] + 1
+                state.merged_in[p, answer.src] = state.step
                 state.merged_tokens[p, answer.src] = tokens
                 ctx.record("merged_tokens", float(tokens))
                 ctx.record("merged_steps", float(steps))
@@ -244,7 +250,7 @@ class DecoupledDiLoCo(Method):
             state.point, state.momentum, part.slices, delta,
             learning_rate=self.outer_learning_rate, momentum=self.outer_momentum,
         )  # fmt: skip
-        state.versions[p] += 1
+        state.versions[p] = state.step
 
     def _broadcast(self, ctx: LetterContext, state: SyncerState, part: Fragment) -> None:
         p = part.index
@@ -265,6 +271,7 @@ class _Learner:
         self.times = StepTimes()
         self.schedule = Schedule(len(self.fragments), method.inner_steps)
         self.heard = [0] * len(self.fragments)  # the global step of each fragment's newest update
+        self.asked: dict[int, int] = {}  # by fragment: the global step of the first pull
         if state.owner != ctx.worker:  # a donor's: what it has done is for itself to report
             state.owner = ctx.worker
             state.steps.zero_()
@@ -304,6 +311,7 @@ class _Learner:
                     payload = encoded(delta, self.method.codec)
                     ctx.post(syncer, "fragment", payload, step=pull.step, note=note)
                     state.pulled[p] = state.step
+                    self.asked.setdefault(p, pull.step)
             seen = await ctx.mail(seen)
 
     def _receive(self) -> None:
@@ -328,7 +336,9 @@ class _Learner:
                 values = values.lerp(gather(parameters, part.slices), self.method.blend)
             scatter(parameters, part.slices, values)
             scatter(self.host, part.slices, values)
-            merged = merged_tokens if merged_in > int(state.versions[p]) else 0
+            # What was merged before the first pull was another life's of this learner.
+            is_mine = merged_in >= self.asked.get(p, version + 1)
+            merged = merged_tokens if is_mine and merged_in > int(state.versions[p]) else 0
             ctx.record("discarded_tokens", float(int(state.tokens[p]) - merged))
             state.versions[p] = version
             state.steps[p] = state.tokens[p] = 0
