@@ -48,8 +48,8 @@ RANDOM = {
 }  # fmt: skip
 TOPOLOGIES = {"ring": RING, "exponential": EXPONENTIAL, "random": RANDOM}
 
-RATES = (5e-3, 1e-2, 1.5e-2, 2e-2, 3e-2, 4e-2)
-HALF = (1e-2, 2e-2, 3e-2)
+RATES = (1.25e-3, 2.5e-3, 3.75e-3, 5e-3, 7.5e-3, 1e-2)
+HALF = (2.5e-3, 5e-3, 7.5e-3)
 METHODS = ("gasloc", "dsgd", "sgp", "ad_psgd", "a2cid2")
 
 
@@ -60,10 +60,10 @@ def tries(method: str, topology: str) -> list[tuple[float, dict[str, Any]]]:
         return [(rate, {"order": order}) for order in orders for rate in HALF]
     if method == "gasloc":  # outer momentum lengthens a step to 1 / (1 - gamma)
         choices: list[tuple[float, dict[str, Any]]] = [
-            (1e-2, {"gamma": 0.2}),
-            (2e-2, {"gamma": 0.2}),
-            (5e-3, {"gamma": 0.5}),
-            (1e-2, {"gamma": 0.5}),
+            (2.5e-3, {"gamma": 0.2}),
+            (5e-3, {"gamma": 0.2}),
+            (1.25e-3, {"gamma": 0.5}),
+            (2.5e-3, {"gamma": 0.5}),
         ]
         last = {"gamma": 0.35} if topology == "random" else {"alpha": "auto", "gamma": "auto"}
         choices += [(rate, last) for rate in HALF[:2]]
@@ -125,17 +125,19 @@ def best_try(
     rows: list[dict[str, Any]], method: str, topology: str, workers: int
 ) -> tuple[float, dict[str, Any]] | None:
     """The try with the least held-out loss; None while one is missing."""
-    found = [
-        row
+    found = {
+        identity(row): row["eval_loss"]
         for row in rows
-        if (row["method"], row["topology"], row["workers"], row["seed"], row["steps"])
-        == (method, topology, workers, TUNING_SEED, STEPS)
-    ]
-    if len(found) < len(tries(method, topology)):
-        return None
-    best = min(found, key=lambda row: row["eval_loss"])
-    given = {key: value for key, value in best["given"].items() if key != "topology"}
-    return best["rate"], given
+        if (row["topology"], row["workers"], row["seed"]) == (topology, workers, TUNING_SEED)
+    }
+    base = {"method": method, "topology": topology, "workers": workers, "seed": TUNING_SEED}
+    losses = {}
+    for index, (rate, given) in enumerate(tries(method, topology)):
+        name = identity({**base, "rate": rate, "given": given, "steps": STEPS})
+        if name not in found:
+            return None
+        losses[index] = found[name]
+    return tries(method, topology)[min(losses, key=losses.__getitem__)]
 
 
 def planned(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> list[dict[str, Any]]:
