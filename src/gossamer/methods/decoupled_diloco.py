@@ -38,8 +38,8 @@ Fails       a lost, late or stopped learner is absent from a merge; all others a
             A lost update is repaired by the fragment's next one, and the learner is left out until
             it has it, so that no token is merged twice. When the syncer dies learners train on; it
             returns with its last checkpoint, made before each broadcast. A learner that diverges
-            sends nothing more. One that returns has a donor's state, and counts from zero; the tokens
-            that its death cost are recorded (`lost_tokens`), but where nothing is left to do so.
+            sends nothing more. One that returns has a donor's state, and counts from zero; what
+            its death cost is recorded (`lost_tokens`), but where nothing is left to do so.
 """
 
 from __future__ import annotations
