@@ -15,6 +15,7 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("data_parallel", {"inner_steps": 6}),
     ("local_sgd", {"inner_steps": 6}),
     ("diloco", {"inner_steps": 6}),
+    ("diloco", {"inner_steps": 6, "codec": "int8", "error_feedback": True}),
     ("GlobalM1", {"inner_steps": 6}),
     ("GlobalM1S", {"inner_steps": 6}),
     ("GlobalM1LocalM2", {"inner_steps": 6}),

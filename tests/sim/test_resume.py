@@ -39,6 +39,7 @@ METHODS: list[Method] = [
     FactoredGossip(inner_steps=3, mix1="pair", mix2="pair", js_threshold=0.01),
     FactoredGossip(inner_steps=3, mix1="pair", mix2="none", mix_momentum=True),
     GASLoC(inner_steps=4, topology="random_ring", form="B", local_steps="by_time"),
+    FactoredGossip(inner_steps=3, mix1="global", mix2="global", codec="int4", error_feedback=True),
 ]
 # Jitter and unequal links spread the workers' boundaries, so that transfers of both sides of a
 # boundary share the links.
