@@ -22,6 +22,7 @@ from gossamer.commands import (
     processes,
     report,
     rounds,
+    syncer,
     topology,
     train,
 )
@@ -69,6 +70,7 @@ app.command()(inspect.doctor)
 app.command()(launch.launch)
 app.command()(processes.coordinator)
 app.command()(processes.worker)
+app.command()(syncer.syncer)
 app.command()(certs.certs)
 
 

@@ -221,10 +221,10 @@ def prepare(recipe: Recipe) -> Prepared:
         raise ConfigError(
             'run.checkpoint_every: with run.numerics = "none" there is nothing to save'
         )
-    if recipe.method.num_syncers and (recipe.run.checkpoint_every or recipe.run.world != "sim"):
+    if recipe.method.num_syncers and recipe.run.checkpoint_every:
         raise ConfigError(
-            f"{recipe.method.name} has a syncer: for now it runs in the simulated world only, and "
-            'without checkpoints; set run.world = "sim" and leave out run.checkpoint_every'
+            f"run.checkpoint_every: a simulated run of {recipe.method.name}, which has a syncer, "
+            "cannot be saved yet; leave it out"
         )
     if recipe.run.numerics == "real" and isinstance(task, Prepares):
         num_steps = recipe.train.rounds * recipe.method.inner_steps

@@ -66,6 +66,7 @@ def coordinator_of(
         listen=listen or cluster.coordinator,
         store=store,
         workers=recipe.train.workers,
+        syncers=recipe.method.num_syncers,
         rounds=recipe.train.rounds,
         deadline=configuration["deadline_s"],
         min_workers=cluster.min_workers,

@@ -48,6 +48,7 @@ from gossamer.comm.context import MethodState, Tag
 from gossamer.comm.donation import digest
 from gossamer.errors import GossamerError
 from gossamer.methods import build_method
+from gossamer.methods.decoupled_diloco import LearnerState, SyncerState
 from gossamer.testing.agent import enter_namespace
 from gossamer.training.problems import TinyMLP
 from gossamer.training.replica import Replica
@@ -127,7 +128,7 @@ def hold_at(holds: Holds, mute: dict[str, int]) -> None:
 
     def held_write(path: Path, tensors: Mapping[str, Tensor]) -> None:
         write_tensors(path, tensors)
-        if path.parent.name.startswith(".round-"):
+        if path.parent.name.startswith((".round-", ".merge-")):
             holds.reach("saving", int(path.parent.name.split("-")[1].split(".")[0]))
 
     Sending._put = _put  # type: ignore[method-assign]
@@ -175,8 +176,32 @@ class TellingProcess(WorkerProcess):
             "learning_rate": replica.learning_rate,
             "moments": None if replica.optimizer is None
             else digest([t for _, t in sorted(replica.optimizer.state_tensors().items())]),
+            "versions": state.versions.tolist() if isinstance(state, LearnerState) else [],
         })  # fmt: skip
         return super().state_digest(state)
+
+
+class TellingSyncer(SyncerProcess):
+    """Tells what it has made durable."""
+
+    async def _enter(self) -> MethodState | None:
+        state = await super()._enter()
+        if isinstance(state, SyncerState):
+            self._events("entered", described(state))
+        return state
+
+    async def _merged(self, ctx: ClusterContext, state: MethodState) -> None:
+        await super()._merged(ctx, state)
+        if isinstance(state, SyncerState):
+            self._events("durable", described(state))
+
+
+def described(state: SyncerState) -> dict[str, Any]:
+    return {
+        "versions": state.versions.tolist(),
+        "merged_in": state.merged_in.tolist(),
+        "state": digest([state.point, state.momentum]),
+    }
 
 
 def credentials_of(options: dict[str, Any], name: str) -> Credentials | None:
@@ -212,7 +237,7 @@ def run_worker(options: dict[str, Any], tell: Tell, holds: Holds) -> None:
 def run_syncer(options: dict[str, Any], tell: Tell, holds: Holds) -> None:
     index = options.get("index", 0)
     job = make_job(options, holds.reach)
-    process = SyncerProcess(
+    process = TellingSyncer(
         job,
         coordinator=options["coordinator"],
         credentials=credentials_of(options, f"syncer-{index}"),

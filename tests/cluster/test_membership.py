@@ -656,12 +656,73 @@ def test_a_syncer_has_its_place_and_is_no_member() -> None:
     assert rig.members.log.planned(9).workers == (0, 1)
 
 
-def _join_as_syncer(rig: Rig, worker: int | None) -> None:
+def _join_as_syncer(
+    rig: Rig, worker: int | None, checkpoints: tuple[int, ...] = (), nonce: str = "f"
+) -> None:
     request = JoinRequest(
-        worker=worker, role="syncer", address="10.0.0.9:1", nonce="f" * 32, run_id=None,
-        checkpoint_rounds=(), configuration="{}", fingerprint="0" * 32,
+        worker=worker, role="syncer", address="10.0.0.9:1", nonce=nonce * 32,
+        run_id=RUN if checkpoints else None,
+        checkpoint_rounds=checkpoints, configuration="{}", fingerprint="0" * 32,
     )  # fmt: skip
     assert rig.members.join(request, rig.now).worker == 2
+
+
+def _rig_with_syncer() -> Rig:
+    """Two workers and a syncer, running; the syncer is lost then."""
+    rig = Rig(2, num_syncers=1)
+    for values, value in (
+        (rig.incarnation, 1), (rig.running, False), (rig.round, -1), (rig.progress, 0),
+        (rig.listening, False),
+    ):  # fmt: skip
+        values.append(value)  # type: ignore[attr-defined]
+    rig.enter(0)
+    rig.enter(1)
+    _join_as_syncer(rig, None)
+    rig.attach(2)
+    rig.members.detach(2, 1, rig.now)
+    rig.members.take_pings()
+    rig.members.pinged(2, 1, "refused", rig.now)
+    rig.incarnation[2] = 2
+    return rig
+
+
+@pytest.mark.parametrize("newest", [0, 998])
+def test_a_syncer_that_is_back_goes_on_with_its_own_state_however_late(newest: int) -> None:
+    rig = _rig_with_syncer()
+    for worker in (0, 1):
+        rig.round[worker] = newest
+        rig.report(worker)
+    _join_as_syncer(rig, 2, checkpoints=(40, 41), nonce="e")
+    rig.attach(2)
+    entry = rig.members.seats[2].entry
+    assert entry is not None
+    assert (entry.start, entry.round, rig.members.seats[2].phase) == ("checkpoint", 41, "running")
+
+
+def test_a_syncer_which_is_in_no_round_keeps_nothing_of_the_log() -> None:
+    rig = _rig_with_syncer()
+    _join_as_syncer(rig, 2, checkpoints=(1,), nonce="e")
+    rig.attach(2)
+    rig.leave(1)
+    rig.round[0] = 500
+    rig.report(0)
+    assert len(rig.members.log.dump()["versions"]) == 1
+
+
+def test_a_syncer_without_its_state_waits_and_takes_nobodys() -> None:
+    rig = _rig_with_syncer()
+    _join_as_syncer(rig, 2, nonce="e")
+    rig.attach(2)
+    assert phases(rig) == ["running", "running", "waiting"]
+    assert "has no checkpoint of the run" in note_of(rig.members)
+
+
+def test_workers_that_begin_again_find_a_syncer_that_runs_on() -> None:
+    rig = Rig(2, num_syncers=1)
+    rig.members.seats[2].phase = "running"
+    rig.enter(0)
+    rig.enter(1)
+    assert phases(rig) == ["running"] * 3
 
 
 def test_asking_again_is_not_joining_again() -> None:

@@ -57,12 +57,20 @@ class Book:
     Args:
         num_workers: that the run was planned for.
         earlier: the last "round" event of the session that this one goes on from.
+        num_syncers: at the places after the workers'; what they send and record counts too.
     """
 
-    def __init__(self, num_workers: int, earlier: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        num_workers: int,
+        earlier: Mapping[str, Any] | None = None,
+        *,
+        num_syncers: int = 0,
+    ) -> None:
         self._num_workers = num_workers
-        self._former = [Totals() for _ in range(num_workers)]  # of processes that have ended
-        self._present = [Totals() for _ in range(num_workers)]
+        places = num_workers + num_syncers
+        self._former = [Totals() for _ in range(places)]  # of processes that have ended
+        self._present = [Totals() for _ in range(places)]
         self._passed: dict[int, int] = {}  # worker: rounds completed
         self._losses: dict[int, dict[int, float]] = {}  # by round, worker
         self._began_s: float | None = None
@@ -88,6 +96,10 @@ class Book:
         loss = fields.get("loss")
         if loss is not None and completed > self.rounds_told:
             self._losses.setdefault(completed, {})[worker] = float(loss)
+
+    def told(self, place: int, fields: Mapping[str, Any]) -> None:
+        """A syncer's totals."""
+        self._present[place] = Totals.of(fields)
 
     def complete(self, taking_part: Sequence[int], now_s: float) -> list[dict[str, Any]]:
         """The rounds that all of these have done now and had not when last asked, as events."""

@@ -31,6 +31,11 @@ def worker_folder(run: Path, worker: int) -> Path:
     return run / f"worker-{worker:03d}"
 
 
+def syncer_folder(run: Path, index: int) -> Path:
+    """Where a syncer (counted from 0) keeps its files."""
+    return run / f"syncer-{index:03d}"
+
+
 def read_vectors(path: Path) -> Vectors:
     """A worker's parameters, buffers and counters. Raises `CheckpointError`."""
     tensors = {name: t for name, t in read_tensors(path) if name in VECTORS}

@@ -132,13 +132,18 @@ def join(
         rejoin_moments: whose optimizer state a joiner goes on with.
         events: hears of rounds, joins and losses, in another thread.
 
-    Raises `ConfigError` for a method that must see each step's gradient.
+    Raises `ConfigError` for a method that must see each step's gradient, or has a syncer.
     """
     if method.moments_are_shared or method.makes_own_steps:
         uses = "makes its own steps from" if method.makes_own_steps else "averages"
         raise ConfigError(
             f"{method.name} {uses} the gradients of each step, which a loop of one's own does "
             f"not hand over; local_sgd with inner_steps = 1 averages the parameters after each"
+        )
+    if method.num_syncers:
+        raise ConfigError(
+            f"{method.name} has a syncer, which must know the model: it runs from a recipe, by "
+            f"`gossamer launch` or `gossamer worker` and `gossamer syncer`"
         )
     options = _Options(
         address=address,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from gossamer.cluster.export import syncer_folder
 from gossamer.errors import ConfigError
 
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before the first, second, ... restart
@@ -173,26 +174,37 @@ class LocalStarter:
     """Worker processes on this machine, which end when this process does.
 
     Args:
-        arguments: of `gossamer worker`, for the worker with an index.
-        folder: each worker's `worker-NNN/log.txt` in it takes what it says on stderr.
+        arguments: of `gossamer worker` or `gossamer syncer`, for the process at a place.
+        folder: each one's `worker-NNN/log.txt` or `syncer-NNN/log.txt` in it takes what it says on
+            stderr.
         threads: torch threads of each.
+        num_workers: places after so many are syncers; None: all are workers.
     """
 
     def __init__(
-        self, arguments: Callable[[int], list[str]], *, folder: Path, threads: int
+        self,
+        arguments: Callable[[int], list[str]],
+        *,
+        folder: Path,
+        threads: int,
+        num_workers: int | None = None,
     ) -> None:
         self._arguments, self._folder, self._threads = arguments, folder, threads
+        self._num_workers = num_workers
 
     async def start(self, worker: int, tell: Tell) -> Process:
         """Start one."""
-        root = self._folder / f"worker-{worker:03d}"
+        root, command = self._folder / f"worker-{worker:03d}", worker_command
+        if self._num_workers is not None and worker >= self._num_workers:
+            root = syncer_folder(self._folder, worker - self._num_workers)
+            command = syncer_command
         root.mkdir(parents=True, exist_ok=True)
         log = root / "log.txt"
         environment = {**os.environ, "OMP_NUM_THREADS": str(self._threads)}
         with log.open("ab") as file:
             offset = file.tell()
             child = await asyncio.create_subprocess_exec(
-                *worker_command(self._arguments(worker)),
+                *command(self._arguments(worker)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=file,
@@ -205,6 +217,11 @@ class LocalStarter:
 def worker_command(arguments: Sequence[str]) -> list[str]:
     """The command line of a worker process that is tied to the one that starts it."""
     return [sys.executable, "-m", "gossamer", "worker", *arguments, "--tied"]
+
+
+def syncer_command(arguments: Sequence[str]) -> list[str]:
+    """The same of a syncer process."""
+    return [sys.executable, "-m", "gossamer", "syncer", *arguments, "--tied"]
 
 
 class _LocalProcess:

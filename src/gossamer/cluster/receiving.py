@@ -159,6 +159,8 @@ class Receiver:
         except TimeoutError:
             raise Refused(Reason.SLOW, "no header in time") from None
         if not isinstance(frame, bytes):
+            if context.cancelled():
+                raise Refused(Reason.WITHDRAWN, "its sender gave it up before it was sent")
             raise Refused(Reason.TRUNCATED, "the stream ended before its header")
         self._traffic.bytes_received += len(frame)
         return self._checked(frame, context)

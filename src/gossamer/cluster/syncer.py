@@ -19,6 +19,7 @@ from gossamer.cluster.certs import Credentials, place_name
 from gossamer.cluster.checkpoint import SyncerCheckpoints
 from gossamer.cluster.context import ClusterContext, Progress
 from gossamer.cluster.control import Client
+from gossamer.cluster.export import syncer_folder
 from gossamer.cluster.job import Work
 from gossamer.cluster.limits import Limits
 from gossamer.cluster.messages import Entry, View
@@ -33,11 +34,6 @@ from gossamer.comm.state import state_tensors
 from gossamer.errors import ConfigError, OutOfSync, RunFailed
 
 TELL_EVERY_S = 1.0  # how often its totals are told, at most
-
-
-def syncer_folder(root: Path, index: int) -> Path:
-    """Where syncer `index` (from 0) keeps what it has merged."""
-    return root / f"syncer-{index:03d}"
 
 
 def _silent(kind: str, fields: dict[str, Any]) -> None:
@@ -236,6 +232,8 @@ class SyncerProcess:
                     await self._run_method(state)
             except OutOfSync as error:
                 self._events("out_of_sync", {"reason": str(error)})
+                # Not later: once it has its place again, letters are for what it does then.
+                self._transport.begin_letters()
                 await self._join()
                 self._out_of_sync = None
                 continue
@@ -261,7 +259,6 @@ class SyncerProcess:
         entry = await self._entry()
         if entry.start == "over":
             return None
-        self._transport.begin_letters()
         self.progress.begin()
         state = self.job.method.init_syncer(self._replica, self.job.training.workers)
         if entry.start == "checkpoint":

@@ -105,5 +105,5 @@ class LetterContext(Context, Protocol):
 def with_letters(ctx: Context) -> LetterContext:
     """`ctx` as a context with letters; `ConfigError` where its world has none."""
     if not isinstance(ctx, LetterContext):
-        raise ConfigError('methods with a syncer run in the simulated world: run.world = "sim"')
+        raise ConfigError("methods with a syncer need a world that has letters")
     return ctx

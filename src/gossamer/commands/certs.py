@@ -17,6 +17,10 @@ def certs(
     workers: Annotated[
         int, typer.Option("--workers", metavar="N", help="Certificates for workers 0 to N - 1.")
     ],
+    syncers: Annotated[
+        int,
+        typer.Option("--syncers", metavar="N", help="And for syncers 0 to N - 1, if any."),
+    ] = 0,
     host: Annotated[
         list[str] | None,
         typer.Option(
@@ -30,7 +34,7 @@ def certs(
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Make a private certificate authority, and certificates for coordinator and workers.
+    """Make a private certificate authority, and certificates for coordinator, workers and syncers.
 
     Each process needs ca.pem and its own NAME.pem and NAME-key.pem. Keep ca-key.pem away from the
     machines: whoever has it can join. Certificates are valid for a year; peers are known by the
@@ -49,7 +53,7 @@ def certs(
             f"certificates need {error.name}; install the extra: pip install 'gossamer[cluster]'"
         ) from None
 
-    files = issue(out, workers, host or [], extend=extend)
+    files = issue(out, workers, host or [], extend=extend, num_syncers=syncers)
     if json:
         print_json({"folder": str(out), "files": [file.name for file in files]})
         return

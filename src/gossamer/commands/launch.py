@@ -103,6 +103,11 @@ def _resumed(path: Path, recipe: Path | None, changes: list[str]) -> Plan:
     folder = RunFolder(path)
     if folder.recipe().run.world != "cluster":
         raise ConfigError(f"{str(path)!r} is a simulated run: gossamer train --resume {path}")
+    if folder.recipe().method.num_syncers:
+        raise ConfigError(
+            f"a stopped run of {folder.recipe().method.name}, which has a syncer, cannot be "
+            f"resumed yet; start it again: gossamer launch {path / 'config.toml'}"
+        )
     asked = _with_threads(
         resumed_recipe(
             folder, recipe, [*changes, "run.world=cluster"], may_change=RESUMABLE_CHANGES
@@ -157,7 +162,9 @@ def _carry_out(plan: Plan, on: str) -> dict[str, Any]:
         with ClusterView(title) as view:
             return asyncio.run(_run(Session, plan, view, make_starter))
     except Interrupted as error:
-        if first_round(folder.path, recipe.train.workers) is None:
+        if recipe.method.num_syncers:
+            error.add_note(f"what the workers have saved is in {folder.path}")
+        elif first_round(folder.path, recipe.train.workers) is None:
             error.add_note(f"no checkpoint was saved in {folder.path}")
         else:
             error.add_note(f"continue with: gossamer launch --resume {folder.path}")
@@ -185,12 +192,19 @@ def starter_for(on: str, plan: Plan, address: str) -> Starter:
     from gossamer.cluster.launch import LocalStarter
 
     config, folder = plan.folder.path / "config.toml", plan.folder.path
+    workers, threads = plan.recipe.train.workers, plan.recipe.run.threads or 1
 
     def arguments(worker: int) -> list[str]:
-        return [str(config), "--join", address, "--index", str(worker), "--out", str(folder)]
+        index = worker - workers if worker >= workers else worker
+        return [str(config), "--join", address, "--index", str(index), "--out", str(folder)]
 
     if on == "ray":
         from gossamer.cluster.on_ray import RayStarter
 
-        return RayStarter(address, folder=folder, threads=plan.recipe.run.threads or 1)
-    return LocalStarter(arguments, folder=folder, threads=plan.recipe.run.threads or 1)
+        if plan.recipe.method.num_syncers:
+            raise ConfigError(
+                f"{plan.recipe.method.name} has a syncer, which Ray does not place yet; start its "
+                f"processes one by one (gossamer coordinator, worker and syncer)"
+            )
+        return RayStarter(address, folder=folder, threads=threads)
+    return LocalStarter(arguments, folder=folder, threads=threads, num_workers=workers)

@@ -15,6 +15,7 @@ import torch
 
 from gossamer.cluster.addresses import is_wildcard, join_address, split_address
 from gossamer.cluster.book import Book
+from gossamer.cluster.certs import place_name
 from gossamer.cluster.coordinator import Coordinator
 from gossamer.cluster.export import Vectors, read_vectors, worker_folder
 from gossamer.cluster.job import Job
@@ -59,8 +60,9 @@ class Session:
         self._plan, self._view, self._make_starter = plan, view, make_starter
         recipe = plan.recipe
         self._workers = range(recipe.train.workers)
+        self._places = range(recipe.train.workers + recipe.method.num_syncers)
         self._num_rounds = recipe.train.rounds
-        self._book = Book(recipe.train.workers, plan.earlier)
+        self._book = Book(recipe.train.workers, plan.earlier, num_syncers=recipe.method.num_syncers)
         self._measurer = Measurer(plan)
         self._measuring: list[asyncio.Task[None]] = []
         self._losses: list[dict[str, Any]] = []
@@ -84,7 +86,7 @@ class Session:
             address = reachable(await self._coordinator.start())
             self._supervisor = Supervisor(
                 self._make_starter(address),
-                self._workers,
+                self._places,
                 restarts=recipe.cluster.restarts,
                 tell=self._hear_worker,
             )
@@ -115,7 +117,8 @@ class Session:
                 self._view.say("stopping after the step that each worker is in (again: at once)")
                 late = await self._supervisor.stop(STOP_GRACE_S)
                 if late:
-                    self._view.say(f"killed, as their step took too long: workers {late}")
+                    names = ", ".join(self._name(place) for place in late)
+                    self._view.say(f"killed, as their step took too long: {names}")
             await running
         finally:
             stopping.cancel()
@@ -133,6 +136,10 @@ class Session:
 
     # ------------------------------------------------------------------------------------- events
 
+    def _name(self, place: int) -> str:
+        """Of a process, for people."""
+        return place_name(place, len(self._workers)).replace("-", " ")
+
     def _record(self, kind: str, fields: Mapping[str, Any]) -> None:
         self._plan.folder.record(kind, fields)
 
@@ -144,7 +151,7 @@ class Session:
         self._record(kind, fields)
         if kind == "lost":
             self._losses.append(fields)
-            self._view.say(f"worker {fields['worker']} is lost ({fields['cause']})")
+            self._view.say(f"{self._name(fields['worker'])} is lost ({fields['cause']})")
             self._tell_rounds()
         elif kind == "joined" and fields["start"] == "donor":
             self._view.say(
@@ -154,6 +161,9 @@ class Session:
 
     def _hear_worker(self, worker: int, kind: str, fields: dict[str, Any]) -> None:
         now_s = time.monotonic()
+        if worker not in self._workers and kind in ("merged", "end"):
+            self._book.told(worker, fields)
+            return
         if kind == "boundary":
             self._book.boundary(worker, fields, now_s)
             self._tell_rounds()
@@ -171,11 +181,12 @@ class Session:
         self._record(kind, {"worker": worker, **fields})
         line = _LINES.get(kind)
         if line is not None and not (kind == "started" and fields["restarts"] == 0):
-            self._view.say(f"worker {worker} " + line.format(**fields))
+            self._view.say(f"{self._name(worker)} " + line.format(**fields))
 
     def _tell_rounds(self) -> None:
         seats = self._coordinator.membership.seats
-        taking_part = [s.worker for s in seats if s.phase in ("running", "finished")]
+        workers = seats[: len(self._workers)]
+        taking_part = [s.worker for s in workers if s.phase in ("running", "finished")]
         for event in self._book.complete(taking_part, time.monotonic()):
             self._record("round", event)
             if not self._view.is_live:

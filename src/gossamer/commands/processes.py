@@ -28,6 +28,7 @@ from gossamer.worlds import refuse_measuring
 
 if TYPE_CHECKING:
     from gossamer.cluster.certs import Credentials
+    from gossamer.cluster.syncer import SyncerProcess
     from gossamer.cluster.worker import WorkerProcess
     from gossamer.config import Recipe
 
@@ -152,6 +153,10 @@ def _of_own_loops(
     }
     base = build_recipe(apply_overrides(tables, changes), base=Path.cwd())
     recipe = variant(base, method)
+    if recipe.method.num_syncers:
+        raise ConfigError(
+            f"{recipe.method.name} has a syncer, which must know the model: it runs from a RECIPE"
+        )
     return recipe, own_configuration(
         recipe.method,
         workers=recipe.train.workers,
@@ -244,22 +249,22 @@ def worker(
         worker=index,
         rate=cluster.rate,
         delay_s=cluster.delay,
-        events=_tell_launcher if tied else _tell_people,
+        events=tell_launcher if tied else tell_people,
         digests=False,
     )
     if not tied:
         print_note(f"joining the run of the coordinator at {join or cluster.coordinator}")
-    summary = asyncio.run(_take_part(process, tied=tied))
+    summary = asyncio.run(take_part(process, tied=tied))
     if tied:
-        _tell_launcher("end", summary)
+        tell_launcher("end", summary)
     elif json:
         print_json(summary)
     else:
         print_note(f"worker {process.worker} is done; files: {process.root}")
 
 
-async def _take_part(process: WorkerProcess, *, tied: bool) -> dict[str, Any]:
-    """Run a worker until it ends, or a signal (or the launcher's end) stops it."""
+async def take_part(process: WorkerProcess | SyncerProcess, *, tied: bool) -> dict[str, Any]:
+    """Run a process until it ends, or a signal (or the launcher's end) stops it."""
     loop, main = asyncio.get_running_loop(), asyncio.current_task()
     assert main is not None
 
@@ -292,14 +297,15 @@ def _tell_of_run(kind: str, fields: dict[str, Any]) -> None:
         print_note(describe(kind, fields))
 
 
-def _tell_launcher(kind: str, fields: dict[str, Any]) -> None:
+def tell_launcher(kind: str, fields: dict[str, Any]) -> None:
     """One event a line; a launcher that is gone needs none (its end stops this worker)."""
     line = json.dumps({"kind": kind, **fields}) + "\n"
     with contextlib.suppress(BrokenPipeError):
         os.write(1, line.encode())
 
 
-def _tell_people(kind: str, fields: dict[str, Any]) -> None:
+def tell_people(kind: str, fields: dict[str, Any]) -> None:
+    """One event a line on stderr."""
     print_note(describe(kind, fields))
 
 

@@ -96,6 +96,9 @@ def _table(
     members = status["members"]
     for index in sorted({*range(status["num_workers"]), *workers}):
         row = workers.get(index)
+        if row is not None and row["role"] == "syncer":
+            table.add_row(*_syncer_row(row, index - status["num_workers"], states.get(index, "")))
+            continue
         state = states.get(index, "")
         if row is None:
             table.add_row(str(index), Text("starting", "dim"), "", "", "", "", "", "", state)
@@ -113,6 +116,13 @@ def _table(
             state or _note(row),
         )
     return table
+
+
+def _syncer_row(row: Mapping[str, Any], index: int, state: str) -> list[Text | str]:
+    """It is in no membership, and counts no rounds."""
+    phase = Text(row["phase"], STYLES.get(row["phase"], ""))
+    sent = format_bytes(row["bytes_sent"])
+    return [f"syncer {index}", phase, "", "", "", "", "", sent, state or _note(row)]
 
 
 def _note(row: Mapping[str, Any]) -> str:
