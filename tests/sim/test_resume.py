@@ -17,10 +17,12 @@ from gossamer.measure.settings import Measure
 from gossamer.methods import (
     DataParallel,
     DiLoCo,
+    EagerDiLoCo,
     FactoredGossip,
     GASLoC,
     LocalSGD,
     Method,
+    StreamingDiLoCo,
 )
 from gossamer.sim import checkpoint
 from gossamer.sim.compute import Timing
@@ -39,6 +41,8 @@ METHODS: list[Method] = [
     FactoredGossip(inner_steps=3, mix1="pair", mix2="pair", js_threshold=0.01),
     FactoredGossip(inner_steps=3, mix1="pair", mix2="none", mix_momentum=True),
     GASLoC(inner_steps=4, topology="random_ring", form="B", local_steps="by_time"),
+    StreamingDiLoCo(inner_steps=4, fragments=2, fragmentation="balanced"),
+    EagerDiLoCo(inner_steps=3),
     FactoredGossip(inner_steps=3, mix1="global", mix2="global", codec="int4", error_feedback=True),
 ]
 # Jitter and unequal links spread the workers' boundaries, so that transfers of both sides of a

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from gossamer.errors import GossamerError, NonFiniteError, RunFailed
 from gossamer.measure.settings import Measure
-from gossamer.methods import DataParallel, DiLoCo, FactoredGossip, LocalSGD, Method
+from gossamer.methods import (
+    DataParallel,
+    DiLoCo,
+    EagerDiLoCo,
+    FactoredGossip,
+    LocalSGD,
+    Method,
+    StreamingDiLoCo,
+)
 from gossamer.sim.compute import Timing
 from gossamer.sim.faults import CrashAt, Faults, Hang, Outage, Partition, SlowPhase
 from gossamer.sim.network import Network
@@ -43,6 +51,8 @@ METHODS = [
     DiLoCo(inner_steps=4),
     GOSSIP,
     FactoredGossip(inner_steps=4, mix1="pair", mix2="pair"),
+    StreamingDiLoCo(inner_steps=4),
+    EagerDiLoCo(inner_steps=4),
 ]
 
 
@@ -57,7 +67,7 @@ def test_a_crashed_worker_returns_with_its_donors_state(method, policy):
     assert [event["worker"] for event in joined] == [2]
     assert result.workers == (0, 1, 2, 3)
     assert [lost["worker"] for lost in result.summary["lost"]] == [2]
-    if method.name != "factored_gossip":
+    if method.name in ("data_parallel", "local_sgd", "diloco"):
         assert all(torch.equal(result.parameters[0], row) for row in result.parameters)
 
 
