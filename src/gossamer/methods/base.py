@@ -75,7 +75,7 @@ class Method(Settings):
         if self.sends is None:
             raise ValueError(
                 f"codec: {self.name} sends nothing that could be encoded, and {self.codec!r} would "
-                f"be ignored; leave it out"
+                f'be ignored; leave it out, or set "none"'
             )
         if self.sends.points and is_sparse(self.codec):
             raise ValueError(
