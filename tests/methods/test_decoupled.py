@@ -56,6 +56,20 @@ def test_i12_with_one_fragment_and_no_delay_it_is_diloco() -> None:
     assert mean(decoupled, "merged_learners") == 4
 
 
+def test_a_learner_keeps_its_share_of_its_own() -> None:
+    """One learner, one merge: Theta is halfway to the learner, who takes it by half."""
+
+    def ended(rate: float, blend: float) -> torch.Tensor:
+        method = DecoupledDiLoCo(inner_steps=3, fragments=1, due_steps=0, merge="average",
+                                 outer_learning_rate=rate, outer_momentum=0.0)  # fmt: skip
+        method = method.model_copy(update={"blend": blend})
+        return run(method, workers=1, rounds=1).parameters
+
+    middle, own = ended(0.5, 0.0), ended(1.0, 0.0)
+    torch.testing.assert_close(ended(0.5, 0.5), (middle + own) / 2)
+    assert float((middle - own).abs().max()) > 1e-3
+
+
 @given(period=st.integers(1, 40), data=st.data())
 def test_each_fragment_is_due_once_in_a_cycle(period: int, data: st.DataObject) -> None:
     schedule = Schedule(data.draw(st.integers(1, period)), period)
@@ -78,9 +92,11 @@ def test_each_fragment_is_due_once_in_a_cycle(period: int, data: st.DataObject) 
         assert None not in due
 
 
-def test_in_steady_state_counters_are_h_minus_tau() -> None:
+@pytest.mark.parametrize("quorum", [4, 1])
+def test_in_steady_state_counters_are_h_minus_tau(quorum: int) -> None:
     """They are reset on receipt, tau steps after the merge; the tau steps are discarded."""
-    result = run(DecoupledDiLoCo(inner_steps=24, quorum=4), rounds=10, timing=Timing(step_time=1.0))
+    method = DecoupledDiLoCo(inner_steps=24, quorum=quorum)
+    result = run(method, rounds=10, timing=Timing(step_time=1.0))
     # The first merge of fragments 0..3 is after 24, 6, 12 and 18 steps; all later ones after 22.
     merges = result.summary["records"]["merged_steps"]["count"]
     assert total(result, "merged_steps") == 4 * (24 + 6 + 12 + 18) + (merges - 16) * 22
