@@ -61,6 +61,8 @@ from gossamer.methods.base import Method, Sends, outer_learning_rate, outer_mome
 from gossamer.outer.delayed_nesterov import delayed_nesterov_step_
 from gossamer.training.replica import Replica
 
+UNKNOWN = -1  # no number of outer gradients: until the server has said one, it refuses them
+
 
 @dataclass(kw_only=True)
 class AsyncWorkerState(MethodState):
@@ -131,8 +133,8 @@ class AsyncDiLoCo(Method):
     async def run(self, ctx: Context, state: MethodState) -> None:
         ctx, state = with_letters(ctx), state_of(AsyncWorkerState, state)
         (server,), replica = ctx.syncers, ctx.replica
-        if state.owner not in (-1, ctx.worker):  # a donor's: the server knows another number of me
-            state.asked += 1
+        if state.owner not in (-1, ctx.worker):  # a donor's, whose progress is the donor's to send
+            state.asked, state.taken, state.samples = state.asked + 1, UNKNOWN, 0
             ctx.post(server, "hello", NOTHING, step=state.asked, exact=True)
             await self._receive(ctx, state)
         state.owner = ctx.worker
