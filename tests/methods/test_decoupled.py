@@ -16,7 +16,7 @@ from gossamer.mixing.schedule import Schedule
 from gossamer.sim.chaos import elastic
 from gossamer.sim.compute import Timing
 from gossamer.sim.faults import CrashAt, Faults, Outage
-from gossamer.sim.network import Network
+from gossamer.sim.network import Network, WorkerLink
 from gossamer.sim.simulate import SimulationResult, simulate
 from gossamer.training.problems import TinyMLP
 from gossamer.training.settings import Training
@@ -161,6 +161,15 @@ def test_a_lost_update_is_repaired_and_no_token_is_merged_twice() -> None:
     # merged, and pending for those who have not heard of it.
     assert counted + pending - whole in (0, 4 * 22 * 16)
     assert result.summary["utilization"] == pytest.approx(1.0, abs=0.01)
+
+
+def test_an_answer_that_is_late_is_no_answer_to_the_next_pull() -> None:
+    """Learner 0's come four steps after their pull: when that is over, and before the next."""
+    far = Network(bandwidth="10Gbit/s", workers=(WorkerLink(worker=0, latency=2.0),))
+    method = DecoupledDiLoCo(inner_steps=24, quorum=4, waits=False)
+    result = run(method, timing=Timing(step_time=1.0), network=far)
+    assert mean(result, "merged_learners") == 3
+    check_conserved(result, 4)
 
 
 def test_who_returns_has_a_donor_s_state_and_counts_from_zero() -> None:
