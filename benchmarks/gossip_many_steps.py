@@ -71,7 +71,13 @@ SLOW_LINKS = tuple(f"slow_link {bandwidth}" for bandwidth in BANDWIDTHS)
 WORLDS = (*(f"uniform {bandwidth}" for bandwidth in BANDWIDTHS), *SLOW_LINKS, "slow_worker 1Gbit/s")
 # Rules whose steps depend on the world: these train in it. The others' numbers are the same in all.
 ADAPTS = {**dict.fromkeys(SLOW_LINKS, "by_time"), "slow_worker 1Gbit/s": "by_speed"}
-MORE_ROUNDS = 12  # of those that do fewer steps in some of them
+# Rounds of those: at first 12 everywhere; then as many as end within about half of DiLoCo's time.
+MORE_ROUNDS = {
+    "slow_link 100Mbit/s": (12, 20),
+    "slow_link 400Mbit/s": (12, 15),
+    "slow_link 1Gbit/s": (12,),
+    "slow_worker 1Gbit/s": (12, 15),
+}
 
 
 def one_run(run: dict[str, Any]) -> dict[str, Any]:
@@ -200,7 +206,8 @@ def in_worlds(run: dict[str, Any]) -> list[dict[str, Any]]:
     if run["method"] != "diloco":
         for world, rule in ADAPTS.items():
             given = {**run["given"], "local_steps": rule}
-            found.append({**run, "given": given, "rounds": MORE_ROUNDS, "world": world})
+            for rounds in MORE_ROUNDS[world]:
+                found.append({**run, "given": given, "rounds": rounds, "world": world})
     return found
 
 
@@ -274,7 +281,8 @@ def table_of_times(rows: list[dict[str, Any]]) -> None:
                 rule = row["given"].get("local_steps", "equal")
                 at = time_to(curve, goal)
                 reached = "never" if at is None else f"{at:.2f} h ({whole / at:.2f}x)"
-                line += f"  {rule} {reached}, end {curve[-1][1]:.4f} {curve[-1][0] / 3600:.2f} h"
+                end = f"{curve[-1][1]:.4f} at {curve[-1][0] / 3600:.2f} h"
+                line += f"  {rule}, {row['rounds']} rounds: {reached}, end {end}"
             print(line)
 
 
