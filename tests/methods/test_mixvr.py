@@ -279,9 +279,9 @@ class AtMeanOfPrevious(Watched):
     """Wrong: corrects from the mean of the workers' previous points."""
 
     async def _average_points(
-        self, ctx: Context, round_: Round, state: DoubleMomentumState
+        self, ctx: Context, round_: Round, state: DoubleMomentumState, start: Tensor | None
     ) -> Round:
-        agreed = await super()._average_points(ctx, round_, state)
+        agreed = await super()._average_points(ctx, round_, state, start)
         return await all_reduce_until_complete(ctx, agreed, "previous", state.previous)
 
 
@@ -289,10 +289,10 @@ class AtCurrentLocal(Watched):
     """Wrong: corrects from the worker's current point before the average."""
 
     async def _average_points(
-        self, ctx: Context, round_: Round, state: DoubleMomentumState
+        self, ctx: Context, round_: Round, state: DoubleMomentumState, start: Tensor | None
     ) -> Round:
         local = ctx.replica.parameters.clone()
-        agreed = await super()._average_points(ctx, round_, state)
+        agreed = await super()._average_points(ctx, round_, state, start)
         state.previous.copy_(local)
         return agreed
 

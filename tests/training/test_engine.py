@@ -770,4 +770,5 @@ def test_evaluation_uses_the_model_as_it_is_used_and_changes_nothing() -> None:
 
 def test_a_method_without_state_of_its_own_has_only_its_count() -> None:
     state = LocalSGD(inner_steps=1).init(make_engine(TinyMLP()).new_replicas(1)[1][0])
-    assert vars(state) == {"rounds_completed": 0} and type(state) is MethodState
+    assert vars(state) == {"rounds_completed": 0, "residual": None}
+    assert type(state) is MethodState
