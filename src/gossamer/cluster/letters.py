@@ -218,6 +218,10 @@ class Mailbox:
 class Letters:
     """The letters of one process on their way to others.
 
+    Small ones (control) that have begun to leave are not taken back: they cost the line nothing,
+    and where they are posted faster than one can leave, none would ever arrive. The newest waits
+    until the one before it has left.
+
     Args:
         start: begins a transfer, from header, payload and whether it goes before payload.
     """
@@ -231,6 +235,7 @@ class Letters:
     ) -> None:
         self._worker, self._run_id, self._life, self._start = worker, run_id, life, start
         self._sendings: dict[Sending, None] = {}
+        self._waiting: dict[Key, tuple[Header, Tensor]] = {}  # by receiver, kind, part
 
     def post(
         self,
@@ -249,22 +254,51 @@ class Letters:
             tag=Tag(kind, 0, step=step, part=part), dtype=payload.dtype, shape=tuple(payload.shape),
             exact=exact, message_id=os.urandom(ID_BYTES), sender_life=self._life, note=note,
         )  # fmt: skip
-        same = (dst, kind, part)
-        for older in [s for s in self._sendings if _address(s) == same and not s.is_written]:
+        address = (dst, kind, part)
+        leaving = self._leaving(address)
+        if leaving and self._is_small(header):
+            self._waiting[address] = header, payload
+            return
+        self._waiting.pop(address, None)
+        for older in leaving:
             older.abandon(LinkFailed("a newer letter goes in its place"))
-        sending = self._start(header, payload, exact and header.num_bytes <= CONTROL_BYTES_MAX)
+        self._begin(header, payload)
+
+    def _leaving(self, address: Key) -> list[Sending]:
+        """Those that have begun to leave, and not all of which has been handed over."""
+        return [s for s in self._sendings if _address(s.header) == address and not s.is_written]
+
+    @staticmethod
+    def _is_small(header: Header) -> bool:
+        return header.exact and header.num_bytes <= CONTROL_BYTES_MAX
+
+    def _begin(self, header: Header, payload: Tensor) -> None:
+        sending = self._start(header, payload, self._is_small(header))
         self._sendings[sending] = None
+        sending.when_written(self._send_waiting)
         sending.when_done(self._forget)
 
     def _forget(self, sending: Sending) -> None:
         self._sendings.pop(sending, None)
+        self._send_waiting(sending)
+
+    def _send_waiting(self, before: Sending) -> None:
+        """What waited for a letter that has left, or will not."""
+        address = _address(before.header)
+        if address in self._waiting and not self._leaving(address):
+            self._begin(*self._waiting.pop(address))
 
     def on_their_way(self, dst: int | None = None) -> int:
-        """How many letters have not arrived or failed; to one process or to all."""
+        """How many letters have not arrived or failed; to one process or to all.
+
+        One that waits to go follows another, so there is none where this is zero.
+        """
         return sum(dst in (None, sending.header.receiver) for sending in self._sendings)
 
     def abandon(self, error: CommError, dst: int | None = None) -> None:
-        """Give up what is on its way, to one process or to all."""
+        """Give up what is on its way or waits to go, to one process or to all."""
+        for address in [a for a in self._waiting if dst in (None, a[0])]:
+            del self._waiting[address]
         for sending in list(self._sendings):
             if dst in (None, sending.header.receiver):
                 sending.abandon(error)
@@ -279,6 +313,5 @@ def _step(entry: Entry) -> int:
     return entry.key[1].step
 
 
-def _address(sending: Sending) -> Key:
-    header = sending.header
+def _address(header: Header) -> Key:
     return header.receiver, header.tag.kind, header.tag.part

@@ -136,6 +136,7 @@ class Sending:
         self._chunk_bytes = _FIRST_CHUNK_BYTES
         self._begun = self._withdrawing = False
         self.is_written = False  # all of it has been handed over, in this attempt
+        self._on_written: Callable[[Sending], None] | None = None
         self._moved = -1  # bytes that the receiver has confirmed
         self._borrowed = 0
         self._go: asyncio.Future[int] | None = None  # from where to send
@@ -195,6 +196,10 @@ class Sending:
     def when_done(self, callback: Callable[[Sending], None]) -> None:
         """Call back once its task has ended."""
         self._task.add_done_callback(lambda _: callback(self))
+
+    def when_written(self, callback: Callable[[Sending], None]) -> None:
+        """Call back once all of it has been handed over, in each attempt."""
+        self._on_written = callback
 
     @property
     def is_done(self) -> bool:
@@ -350,6 +355,8 @@ class Sending:
                 checksum = await self._put_chunks(call, raw, place, raw.numel(), checksum)
             await self._put(call, pack_trailer(checksum))
             self.is_written = True
+            if self._on_written is not None:
+                self._on_written(self)
             await call.done_writing()
         except RPC_ERRORS:
             pass  # `_read` has the reason, or the verdict that made the receiver hang up

@@ -119,7 +119,7 @@ def frequent_letters_arrive(harness: LetterHarness) -> None:
             while not stopped.is_set():
                 step += 1
                 here.post(1, "a", torch.ones(1), step=step, exact=True)
-                await asyncio.sleep(0.003)
+                await asyncio.sleep(0.0005)
 
         sender = start(send())
         steps = await _reach(there, 0, "a", 20)
