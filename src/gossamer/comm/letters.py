@@ -46,38 +46,7 @@ class Letter:
 
 
 class Mail(Protocol):
-    """One place's end of the letter service; see `LetterContext`."""
-
-    def post(
-        self,
-        dst: int,
-        kind: str,
-        payload: Tensor,
-        *,
-        step: int,
-        part: int = 0,
-        note: tuple[int, ...] = (),
-        exact: bool = False,
-    ) -> None:
-        """Send a letter."""
-
-    def poll(self, src: int, kind: str, part: int = 0) -> Letter | None:
-        """Take the newest letter, if one has come."""
-
-    async def mail(self, seen: int, timeout: float | None = None) -> int:
-        """Wait for news after `seen`; how much there is."""
-
-
-@runtime_checkable
-class LetterContext(Context, Protocol):
-    """A context of a world that has letters, and syncers beside its workers."""
-
-    @property
-    def syncers(self) -> tuple[int, ...]:
-        """Indices of the syncers, after those of the workers."""
-
-    def connected(self) -> tuple[int, ...]:
-        """Workers that are there now, as far as is known; sorted."""
+    """One place's end of the letter service."""
 
     def post(
         self,
@@ -100,6 +69,18 @@ class LetterContext(Context, Protocol):
 
         News are letters, and workers that come or go. The first call passes 0.
         """
+
+
+@runtime_checkable
+class LetterContext(Context, Mail, Protocol):
+    """A context of a world that has letters, and syncers beside its workers."""
+
+    @property
+    def syncers(self) -> tuple[int, ...]:
+        """Indices of the syncers, after those of the workers."""
+
+    def connected(self) -> tuple[int, ...]:
+        """Workers that are there now, as far as is known; sorted."""
 
 
 def with_letters(ctx: Context) -> LetterContext:

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 import torch
 from pydantic import PrivateAttr
+from torch import Tensor
 
 from gossamer.comm.context import Context, MethodState
-from gossamer.comm.letters import Letter, LetterContext
+from gossamer.comm.letters import Letter, LetterContext, with_letters
 from gossamer.errors import check
 from gossamer.methods.base import state_of
 from gossamer.methods.decoupled_diloco import DecoupledDiLoCo, LearnerState, SyncerState
@@ -52,6 +53,9 @@ class Life:
     tokens: tuple[int, ...]
 
 
+Answer = tuple[int, int, tuple[int, ...]]  # learner, global step that was asked for, note
+
+
 @dataclass
 class Accounts:
     """What has happened in one run; merges with nobody in them are not listed."""
@@ -59,6 +63,8 @@ class Accounts:
     shares: list[MergedShare] = field(default_factory=list)
     lives: list[Life] = field(default_factory=list)
     entries: Counter[int] = field(default_factory=Counter)  # by learner
+    answers: dict[Answer, int] = field(default_factory=dict)  # which life gave it: a letter may
+    # be merged when its learner has crashed and is back
 
     def check(self, result: SimulationResult) -> None:
         """Raise `InvariantViolated` unless every token is accounted for, and merged at most once.
@@ -106,6 +112,27 @@ def _total(result: SimulationResult, name: str) -> int:
     return round(float(cell["count"] * cell["mean"]))
 
 
+def _note_answers(ctx: LetterContext, accounts: Accounts, life: int) -> None:
+    """Let a learner's context, which is one life's, note which answers it has sent."""
+    post = ctx.post
+
+    def noting(
+        dst: int,
+        kind: str,
+        payload: Tensor,
+        *,
+        step: int,
+        part: int = 0,
+        note: tuple[int, ...] = (),
+        exact: bool = False,
+    ) -> None:
+        if kind == "fragment":
+            accounts.answers[ctx.worker, step, note] = life
+        post(dst, kind, payload, step=step, part=part, note=note, exact=exact)
+
+    ctx.post = noting  # type: ignore[method-assign]
+
+
 class AccountedDiLoCo(DecoupledDiLoCo):
     """Decoupled DiLoCo that keeps accounts; for one run."""
 
@@ -122,6 +149,7 @@ class AccountedDiLoCo(DecoupledDiLoCo):
         life = accounts.entries[learner]
         accounts.entries[learner] += 1
         has_finished = False
+        _note_answers(with_letters(ctx), accounts, life)
         try:
             await super().run(ctx, state)
             has_finished = True
@@ -143,7 +171,7 @@ class AccountedDiLoCo(DecoupledDiLoCo):
             learner, (base, _, tokens) = answer.src, answer.note
             if int(state.merged_in[p, learner]) != int(merged[learner]):
                 check(after > before, f"fragment {p}: version {before} became {after}")
-                life = self._accounts.entries[learner] - 1
+                life = self._accounts.answers[learner, answer.step, answer.note]
                 self._accounts.shares.append(
                     MergedShare(ctx.now(), p, learner, life, base, after, tokens)
                 )
